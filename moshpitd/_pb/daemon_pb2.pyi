@@ -1,0 +1,399 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "shape", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOUNDER_FIELD_NUMBER: _ClassVar[int]
+    FOUNDER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    API_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    version: int
+    founder: str
+    founder_digest: bytes
+    client: str
+    api: int
+    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    bucket_path: str
+    bucket_bytes: int
+    data_offset: int
+    part_bytes: int
+    peer_id: str
+    version: int
+    joined: bool
+    codec: str
+    def __init__(self, trainer: _Optional[str] = ..., bucket_path: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., data_offset: _Optional[int] = ..., part_bytes: _Optional[int] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., joined: bool = ..., codec: _Optional[str] = ...) -> None: ...
+
+class HoldRequest(_message.Message):
+    __slots__ = ("trainer",)
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    def __init__(self, trainer: _Optional[str] = ...) -> None: ...
+
+class HoldEvent(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    def __init__(self, state: _Optional[str] = ...) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ("trainer",)
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    def __init__(self, trainer: _Optional[str] = ...) -> None: ...
+
+class DetachReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SyncRequest(_message.Message):
+    __slots__ = ("trainer", "timeout_s", "generation")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    timeout_s: float
+    generation: int
+    def __init__(self, trainer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class AverageRequest(_message.Message):
+    __slots__ = ("trainer", "weight", "rounds", "min_participants", "on_partial", "timeout_s", "generation")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    ON_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    weight: int
+    rounds: int
+    min_participants: int
+    on_partial: str
+    timeout_s: float
+    generation: int
+    def __init__(self, trainer: _Optional[str] = ..., weight: _Optional[int] = ..., rounds: _Optional[int] = ..., min_participants: _Optional[int] = ..., on_partial: _Optional[str] = ..., timeout_s: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class RoundEvent(_message.Message):
+    __slots__ = ("progress", "result")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    progress: Progress
+    result: Result
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("phase", "group_size", "parts_done", "parts", "round")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_DONE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    group_size: int
+    parts_done: int
+    parts: int
+    round: int
+    def __init__(self, phase: _Optional[str] = ..., group_size: _Optional[int] = ..., parts_done: _Optional[int] = ..., parts: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class Excluded(_message.Message):
+    __slots__ = ("peer_id", "reason")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    reason: str
+    def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("status", "reason", "detail", "accepted", "group_size", "participants", "contributors", "excluded", "parts", "parts_without_result", "rounds", "version", "founder", "founder_digest", "loaded_snapshot", "newcomer", "total_weight", "group_id", "seconds", "bytes_sent", "bytes_received", "delta")
+    class SecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_WITHOUT_RESULT_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOUNDER_FIELD_NUMBER: _ClassVar[int]
+    FOUNDER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LOADED_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    NEWCOMER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    status: str
+    reason: str
+    detail: str
+    accepted: bool
+    group_size: int
+    participants: int
+    contributors: _containers.RepeatedScalarFieldContainer[str]
+    excluded: _containers.RepeatedCompositeFieldContainer[Excluded]
+    parts: int
+    parts_without_result: _containers.RepeatedScalarFieldContainer[int]
+    rounds: int
+    version: int
+    founder: str
+    founder_digest: bytes
+    loaded_snapshot: bool
+    newcomer: bool
+    total_weight: float
+    group_id: bytes
+    seconds: _containers.ScalarMap[str, float]
+    bytes_sent: int
+    bytes_received: int
+    delta: bool
+    def __init__(self, status: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., accepted: bool = ..., group_size: _Optional[int] = ..., participants: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[Excluded, _Mapping]]] = ..., parts: _Optional[int] = ..., parts_without_result: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., loaded_snapshot: bool = ..., newcomer: bool = ..., total_weight: _Optional[float] = ..., group_id: _Optional[bytes] = ..., seconds: _Optional[_Mapping[str, float]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., delta: bool = ...) -> None: ...
+
+class PutStateRequest(_message.Message):
+    __slots__ = ("trainer", "state")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    state: bytes
+    def __init__(self, trainer: _Optional[str] = ..., state: _Optional[bytes] = ...) -> None: ...
+
+class PutStateReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStateRequest(_message.Message):
+    __slots__ = ("trainer",)
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    def __init__(self, trainer: _Optional[str] = ...) -> None: ...
+
+class GetStateReply(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: bytes
+    def __init__(self, state: _Optional[bytes] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Bootstrap(_message.Message):
+    __slots__ = ("address", "state")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    state: str
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+
+class RunStatus(_message.Message):
+    __slots__ = ("run", "version", "trainers", "peers", "phase", "round", "grid", "coordinates", "schema", "codec", "last_outcome", "rounds_complete", "rounds_partial", "rounds_alone", "rounds_failed", "founder", "parameters")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
+    COORDINATES_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    LAST_OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    FOUNDER_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    version: int
+    trainers: int
+    peers: int
+    phase: str
+    round: int
+    grid: _containers.RepeatedScalarFieldContainer[int]
+    coordinates: _containers.RepeatedScalarFieldContainer[int]
+    schema: str
+    codec: str
+    last_outcome: str
+    rounds_complete: int
+    rounds_partial: int
+    rounds_alone: int
+    rounds_failed: int
+    founder: str
+    parameters: int
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("peer_id", "version", "uptime_s", "joined", "draining", "swarm_peers", "addresses", "join", "bootstrap", "runs", "warnings", "link_address", "bytes_sent", "bytes_received")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SWARM_PEERS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    BOOTSTRAP_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    LINK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    version: str
+    uptime_s: float
+    joined: bool
+    draining: bool
+    swarm_peers: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    join: str
+    bootstrap: _containers.RepeatedCompositeFieldContainer[Bootstrap]
+    runs: _containers.RepeatedCompositeFieldContainer[RunStatus]
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    link_address: str
+    bytes_sent: int
+    bytes_received: int
+    def __init__(self, peer_id: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., joined: bool = ..., draining: bool = ..., swarm_peers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., join: _Optional[str] = ..., bootstrap: _Optional[_Iterable[_Union[Bootstrap, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., link_address: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
+
+class PeersRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class PeerLine(_message.Message):
+    __slots__ = ("run", "peer_id", "state", "version", "round", "coordinates", "addresses", "heard_s", "strikes", "note")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    COORDINATES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    HEARD_S_FIELD_NUMBER: _ClassVar[int]
+    STRIKES_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    peer_id: str
+    state: str
+    version: int
+    round: int
+    coordinates: _containers.RepeatedScalarFieldContainer[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    heard_s: float
+    strikes: float
+    note: str
+    def __init__(self, run: _Optional[str] = ..., peer_id: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., coordinates: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., heard_s: _Optional[float] = ..., strikes: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class PeersReply(_message.Message):
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[PeerLine]
+    def __init__(self, peers: _Optional[_Iterable[_Union[PeerLine, _Mapping]]] = ...) -> None: ...
+
+class RoundsRequest(_message.Message):
+    __slots__ = ("run", "last")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    last: int
+    def __init__(self, run: _Optional[str] = ..., last: _Optional[int] = ...) -> None: ...
+
+class RoundLine(_message.Message):
+    __slots__ = ("run", "round", "status", "reason", "group_size", "participants", "version", "seconds", "phases", "bytes_sent", "bytes_received", "excluded", "group_id", "ago_s", "detail")
+    class PhasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    round: int
+    status: str
+    reason: str
+    group_size: int
+    participants: int
+    version: int
+    seconds: float
+    phases: _containers.ScalarMap[str, float]
+    bytes_sent: int
+    bytes_received: int
+    excluded: _containers.RepeatedCompositeFieldContainer[Excluded]
+    group_id: bytes
+    ago_s: float
+    detail: str
+    def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., group_size: _Optional[int] = ..., participants: _Optional[int] = ..., version: _Optional[int] = ..., seconds: _Optional[float] = ..., phases: _Optional[_Mapping[str, float]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[Excluded, _Mapping]]] = ..., group_id: _Optional[bytes] = ..., ago_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class RoundsReply(_message.Message):
+    __slots__ = ("rounds",)
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundLine]
+    def __init__(self, rounds: _Optional[_Iterable[_Union[RoundLine, _Mapping]]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("budget_s",)
+    BUDGET_S_FIELD_NUMBER: _ClassVar[int]
+    budget_s: float
+    def __init__(self, budget_s: _Optional[float] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

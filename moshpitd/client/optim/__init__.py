@@ -1,0 +1,7 @@
+"""torch.optim shells over the averaging session: `from moshpitd.client.optim import LocalSGD`."""
+
+from __future__ import annotations
+
+from moshpitd.client.optim.local_sgd import LocalSGD, session_state
+
+__all__ = ["LocalSGD", "session_state"]

@@ -1,0 +1,217 @@
+"""Moshpit SGD as a torch optimizer. One rule: between two averages it is the wrapped optimizer and
+nothing else.
+
+Each trainer i makes local steps on its own data, then the parameters of a group of peers are
+replaced by their mean, weighted by the samples w_i that each one has seen since its last average
+(Moshpit SGD, Ryabinin et al. 2021, algorithm 2; Local SGD, Stich 2019):
+
+    x_i <- sum_j w_j x_j / sum_j w_j
+
+Momentum and other optimizer state stay local: they are about this trainer's gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal, SupportsIndex, TypedDict, Unpack, overload
+
+from torch.optim import Optimizer
+
+from moshpitd.client.checks import MAX_WEIGHT, average_request, check_weight
+from moshpitd.client.optim.schedule import schedule_of
+from moshpitd.client.result import PartialAverage, Progress, Result
+from moshpitd.client.session import Session
+from moshpitd.errors import DaemonUnavailable, TrainerError
+
+log = logging.getLogger("moshpitd.client")
+
+KEY = "local_sgd"  # our entry in the wrapped optimizer's state_dict
+PASSING = frozenset({"bucket_busy", "bucket_modified"})
+"""Refusals that the next round may not meet: an interrupted call's round still ran."""
+
+
+class AverageOptions(TypedDict, total=False):
+    """Handed to `Session.average` as they are."""
+
+    rounds: int | Literal["sweep"]
+    min_participants: int
+    on_partial: Literal["accept", "skip", "raise"]
+    timeout_s: float
+    progress: Callable[[Progress], None]
+
+
+class LocalSGD(Optimizer):
+    """Wraps an optimizer whose parameters the session averages. Invariant: `samples` are those
+    that no average has taken in yet.
+
+    `every=H` averages after each H-th step; `every_s=T` after the first step that ends T seconds
+    after the last round, so that uneven machines do not pace each other. `on_result(result)` hears
+    of every finished average. While the daemon is away the trainer goes on locally: with
+    `on_error="continue"` DaemonUnavailable never reaches the training loop (it is counted in
+    `missed`), with "raise" it does. A TrainerError always does: a NaN in the model or a schema
+    that differs is nothing that waiting would cure.
+
+    Like torch's own PostLocalSGDOptimizer it is an Optimizer for whoever asks (schedulers,
+    GradScaler) but does not run Optimizer.__init__: all state is the wrapped one's. Hooks belong
+    there too.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        session: Session,
+        *,
+        every: int | None = None,
+        every_s: float | None = None,
+        on_error: Literal["continue", "raise"] = "continue",
+        on_result: Callable[[Result], None] | None = None,
+        **options: Unpack[AverageOptions],
+    ) -> None:
+        if on_error not in ("continue", "raise"):
+            raise TrainerError(f"on_error {on_error!r}, expected 'continue' or 'raise'")
+        _check_options(options)
+        self.optimizer, self.session = optimizer, session
+        self.steps = 0
+        self.samples = 0
+        self.missed = 0
+        self.last: Result | None = None
+        self._schedule = schedule_of(every, every_s)
+        self._on_error, self._on_result, self._options = on_error, on_result, options
+
+    @overload
+    def step(self, closure: None = None, *, samples: float | SupportsIndex = 1) -> None: ...
+
+    @overload
+    def step(
+        self, closure: Callable[[], float], *, samples: float | SupportsIndex = 1
+    ) -> float: ...
+
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        samples: float | SupportsIndex = 1,
+    ) -> float | None:
+        """One local step; averages when it is time. `samples` is what the step counts in the
+        weight: pass the batch size when batches differ between trainers. Left out everywhere, each
+        step counts 1."""
+        count = check_weight(samples)
+        loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        self.steps += 1
+        # A trainer that was alone for weeks stops counting at the bound instead of being refused
+        # for it.
+        self.samples = min(self.samples + count, MAX_WEIGHT)
+        if self._schedule.due(steps=self.steps, now=time.monotonic()):
+            self.average()
+        return loss
+
+    def average(self, **options: Unpack[AverageOptions]) -> Result | None:
+        """Average now, whatever the schedule says; None when that was not possible. `options`
+        override the constructor's (a last `average(min_participants=n)`, say)."""
+        result: Result | None = None
+        try:
+            merged: AverageOptions = {**self._options, **options}
+            result = self.session.average(self.samples, **merged)
+        except DaemonUnavailable:
+            self.missed += 1
+            if self._on_error == "raise":
+                raise
+        except PartialAverage as error:
+            result = error.result
+            raise
+        except TrainerError as error:
+            if self._on_error == "raise" or error.reason not in PASSING:
+                raise
+            self.missed += 1
+            log.warning("%s: no average this time: %s", self.session.run, error)
+        finally:
+            together = result is not None and result.group_size > 1
+            self._schedule.averaged(now=time.monotonic(), together=together)
+            if result is not None:
+                self._note(result)
+        return result
+
+    def _note(self, result: Result) -> None:
+        self.last = result
+        # Alone or refused, the samples are still in nobody's average, and so they are after a
+        # delta (only the others' values came in). A loaded snapshot dropped them together with
+        # their steps.
+        taken_in = result.applied and result.status != "alone" and not result.delta
+        if taken_in or result.loaded_snapshot:
+            self.samples = 0
+        if self._on_result is not None:
+            self._on_result(result)
+
+    # -- the wrapped optimizer's face -------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, and under "local_sgd" our counters and the session's version
+        and lineage."""
+        mine = {
+            "steps": self.steps,
+            "samples": self.samples,
+            "session": self.session.state_dict(),
+        }
+        return {**self.optimizer.state_dict(), KEY: mine}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a plain optimizer's checkpoint as well. The session's part goes to
+        `attach(state=...)`, because the daemon must hear of it before the first sync;
+        `session_state` picks it out."""
+        theirs = {key: value for key, value in state_dict.items() if key != KEY}
+        self.optimizer.load_state_dict(theirs)
+        mine = state_dict.get(KEY, {})
+        self.steps = int(mine.get("steps", 0))
+        self.samples = int(mine.get("samples", 0))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __repr__(self) -> str:
+        return f"LocalSGD({self.optimizer!r}, run={self.session.run!r}, {self._schedule})"
+
+
+def session_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """What `attach(state=...)` wants, out of a checkpoint that `LocalSGD.state_dict()` made."""
+    mine = state_dict.get(KEY)
+    return dict(mine["session"]) if mine else None
+
+
+def _check_options(options: AverageOptions) -> None:
+    """A wrong option is an error where it was written, not eight steps later."""
+    average_request(
+        1,
+        rounds=options.get("rounds", 1),
+        min_participants=options.get("min_participants", 1),
+        on_partial=options.get("on_partial", "accept"),
+        timeout_s=options.get("timeout_s", 60.0),
+    )

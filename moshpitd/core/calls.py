@@ -1,0 +1,163 @@
+"""The trainers' side: who is attached, what they asked for, and in which order it is done.
+
+Several trainers of one node that contribute within the local window go to the swarm as one
+contribution. One rule: one call at a time; what comes while it runs waits in `queue`, or, if the
+call has not reached its exchange, gets the result as a delta.
+"""
+
+from __future__ import annotations
+
+from moshpitd.core import events as ev
+from moshpitd.core.effects import Finish, Send
+from moshpitd.core.messages import Goodbye, Lineage
+from moshpitd.core.outcome import Outcome, Reason, Status
+from moshpitd.core.state import State
+from moshpitd.core.work import Conductor, Work
+
+
+class Calls:
+    """Invariant: a trainer has at most one call in `queue` or in the running work."""
+
+    def __init__(self, state: State, conductor: Conductor) -> None:
+        self.state, self.conductor = state, conductor
+        self.queue: list[ev.Contributed | ev.Synced] = []
+
+    def on_attached(self, event: ev.Attached, now: float) -> None:
+        first = not self.state.trainers
+        if not first or (
+            event.schema == self.state.record.schema
+            and self.state.version > event.version
+            and self.state.donor.version is not None
+        ):
+            # Our node holds a newer state of these tensors than the trainer brings: the trainer
+            # loads ours.
+            self.state.trainers[event.trainer] = True
+        else:
+            founder = event.founder or self.state.peer_id
+            lineage = Lineage(founder, event.founder_digest or event.digest)
+            if lineage != self.state.lineage or event.version != self.state.version:
+                self.state.caught_up = False
+            self.state.presence.update(
+                schema=event.schema,
+                schema_text=event.schema_text,
+                version=event.version,
+                lineage=lineage,
+            )
+            self.state.part_sizes = event.part_sizes
+            self.state.donor.part_count = len(event.part_sizes)
+            self.state.donor.holds(event.version, (), event.digest)
+            self.state.trainers[event.trainer] = False
+        if first:
+            self.state.presence.update(has_snapshot=self.state.donor.version is not None)
+            self.state.presence.appear(now)
+
+    def on_trainer_gone(self, trainer: str, now: float) -> None:
+        if self.state.trainers.pop(trainer, None) is None:
+            return
+        self.queue = [call for call in self.queue if call.trainer != trainer]
+        work = self.conductor.work
+        if work is not None and work.window_until is not None:
+            work.calls = [call for call in work.calls if call.trainer != trainer]
+            if not work.calls:
+                self.conductor.work = None
+        elif work is not None:
+            work.syncs = [call for call in work.syncs if call.trainer != trainer]
+        if not self.state.trainers:
+            self._leave(Reason.NO_TRAINER, now)
+
+    def _leave(self, reason: Reason, now: float) -> None:
+        """Nobody here to train, or a drain: stop being waited for, stop being a donor, let the
+        running exchange end."""
+        if self.state.presence.present:
+            for entry in self.state.swarm.live(self.state.record.schema):
+                self.state.effects.append(Send(entry.record.peer_id, Goodbye(reason)))
+        self.state.presence.vanish()
+        self.state.presence.update(has_snapshot=False)
+        self.conductor.abandon(Reason.TRAINER_GONE if reason is Reason.NO_TRAINER else reason, now)
+
+    def on_contributed(self, event: ev.Contributed, now: float) -> None:
+        refusal = self._refusal_of(event)
+        if refusal is not None:
+            outcome = Outcome(Status.FAILED, refusal, accepted=False, version=self.state.version)
+            self.state.effects.append(Finish(event.token, event.trainer, outcome))
+            return
+        self.state.refused_until = float("-inf")
+        work = self.conductor.work
+        if work is None:
+            self.conductor.work = work = Work(now + event.timeout_s, now, [event], phase_at=now)
+            others = sum(1 for trainer in self.state.trainers if trainer != event.trainer)
+            work.window_until = now + (self.state.params.local_window_s if others else 0.0)
+        elif work.window_until is not None:
+            work.calls.append(event)
+            work.deadline_at = min(work.deadline_at, now + event.timeout_s)
+        elif (
+            work.calls
+            and work.round is None
+            and not work.rounds_done
+            and not self.state.trainers[event.trainer]
+        ):
+            work.late.append(event)  # it gets the result as a delta on top of what it holds by then
+            return
+        else:
+            self.queue.append(event)
+            return
+        if len(work.calls) >= len(self.state.trainers):
+            work.window_until = now
+
+    def _refusal_of(self, event: ev.Contributed) -> Reason | None:
+        if event.trainer not in self.state.trainers:
+            return Reason.TRAINER_GONE
+        if self.state.draining:
+            return Reason.DRAINING
+        weight = event.weight
+        if type(weight) is not int or not 0 <= weight <= self.state.params.max_weight:
+            return Reason.WEIGHT
+        work = self.conductor.work
+        active = [*self.queue, *(work.calls + work.late + work.syncs if work is not None else [])]
+        return Reason.BUSY if any(call.trainer == event.trainer for call in active) else None
+
+    def on_synced(self, event: ev.Synced, now: float) -> None:
+        if event.trainer not in self.state.trainers:
+            outcome = Outcome(Status.FAILED, Reason.TRAINER_GONE, accepted=False)
+            self.state.effects.append(Finish(event.token, event.trainer, outcome))
+        elif self.conductor.work is None:
+            self.conductor.work = Work(now + event.timeout_s, now, syncs=[event], phase_at=now)
+            self.conductor.catch_up(self.conductor.work, now)
+        elif (
+            self.conductor.work.syncs
+            and not self.conductor.work.calls
+            and not self.state.trainers[event.trainer]
+        ):
+            self.conductor.work.syncs.append(event)
+        else:
+            self.queue.append(event)
+
+    def on_cancelled(self, token: str, now: float) -> None:
+        self.queue = [call for call in self.queue if call.token != token]
+        work = self.conductor.work
+        if work is None:
+            return
+        work.syncs = [call for call in work.syncs if call.token != token]
+        work.late = [call for call in work.late if call.token != token]
+        if work.round is None:
+            work.calls = [call for call in work.calls if call.token != token]
+            if not work.calls and not work.syncs:
+                self.conductor.abandon(Reason.WITHDRAWN, now)
+
+    def on_drained(self, now: float) -> None:
+        self.state.draining = True
+        self._leave(Reason.DRAINING, now)
+        if self.conductor.work is None:
+            self.state.note("drained")
+
+    def next_call(self, now: float) -> None:
+        call = self.queue.pop(0)
+        if isinstance(call, ev.Synced):
+            self.on_synced(call, now)
+            return
+        self.conductor.work = Work(
+            now + call.timeout_s, now, [call], phase_at=now, window_until=now
+        )
+        waiting = [other for other in self.queue if isinstance(other, ev.Contributed)]
+        self.conductor.work.calls += waiting
+        self.queue = [other for other in self.queue if not isinstance(other, ev.Contributed)]

@@ -1,0 +1,198 @@
+"""What the outside should do, asked by a Peer. One rule: effects are carried out in the order they
+were emitted; the driver adds nothing of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from moshpitd.core.messages import Group, Message, Record
+from moshpitd.core.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hand `message` to `to`; answer `Undelivered` if that fails."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Store our record under `key` for `ttl_s`; answer `Announced`."""
+
+    key: str
+    record: Record
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Ask the directory for `key`; answer `Found`."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A round begins: prepare accumulators for the parts we reduce and links to the other members.
+
+    `reducers[part]` is a member index. `trainers` are the local contributions (trainer, weight)
+    that are averaged into ours; `late` are trainers that get the result as a delta. With
+    `values_from_snapshot` our values are the staged state.
+    """
+
+    group: Group
+    index: int
+    reducers: tuple[int, ...]
+    trainers: tuple[tuple[str, int], ...]
+    late: tuple[str, ...]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Encode our contribution to `parts` (or send the stored results) and stream them to member
+    `to`."""
+
+    group_id: bytes
+    to: int
+    parts: tuple[int, ...]
+    result: bool
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Close the part: mean of what is in the accumulator (our own contribution too), encode, put in
+    place, keep the payload; answer `Averaged` or `PartFailed`."""
+
+    group_id: bytes
+    part: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The round is over for us: free accumulators, payloads and queued pushes of this group."""
+
+    group_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSnapshot:
+    """Expect transfer `nonce` from `donor`: open a link to it and stage what arrives."""
+
+    nonce: bytes
+    donor: str
+    addresses: tuple[str, ...]
+    parts: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushSnapshot:
+    """Stream our snapshot as transfer `nonce` to `to` (open a link to `addresses`); answer
+    `SnapshotSent` or `SnapshotFailed`."""
+
+    nonce: bytes
+    to: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropSnapshot:
+    """Forget transfer `nonce` and what was staged for it."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """The staged state of `nonce` is confirmed: put it into the buckets of `trainers` and make it
+    our donor copy of `version`."""
+
+    nonce: bytes
+    version: int
+    trainers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshSnapshot:
+    """Copy the bucket of `trainer`, which holds the result of `version`, to the donor copy; answer
+    `SnapshotRefreshed`."""
+
+    version: int
+    trainer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Compute the digest of our donor copy of `version`; answer `Digested`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The call `token` is over."""
+
+    token: str
+    trainer: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth counting, logging, recording or checking. `what` is one of NOTES; fields are
+    plain values."""
+
+    what: str
+    peer: str = ""
+    reason: str = ""
+    detail: str = ""
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+# what -> when it is emitted. Metrics, the flight recorder and the simulator's checks read these and
+# nothing else.
+NOTES = {
+    "attempt_started": "matchmaking began (key, round)",
+    "group_formed": "a group began here (group, size, leader, index)",
+    "attempt_ended": "matchmaking ended without a group (reason, heard, sentence)",
+    "member_excluded": "a member fell out of the running round (peer, reason)",
+    "part_closed": "a part has a result (part, contributors)",
+    "part_without_result": "a part keeps local values (part, reason)",
+    "round_ended": "a round is over (outcome, group_size, seconds per phase, version)",
+    "parity_differs": "a member reports other bits (peer)",
+    "peer_heard": "a peer is known that was not (peer)",
+    "peer_lost": "a peer is forgotten (peer, reason)",
+    "strike": "a peer broke the protocol (peer, reason)",
+    "refused": "a peer was refused (peer, reason, detail)",
+    "shape_adopted": "the grid has a new shape (epoch, sides)",
+    "lineage_adopted": "our parameters now descend from another start (founder)",
+    "snapshot_started": "a snapshot is being fetched (donor)",
+    "snapshot_loaded": "a snapshot was loaded (donor, version)",
+    "snapshot_failed": "a snapshot could not be had from a donor (donor, reason)",
+    "snapshot_served": "a snapshot was sent to a newcomer (peer)",
+    "drained": "nothing runs any more after a drain",
+}
+
+Effect: TypeAlias = (
+    Send
+    | Announce
+    | LookUp
+    | Open
+    | Push
+    | Average
+    | Close
+    | FetchSnapshot
+    | PushSnapshot
+    | DropSnapshot
+    | LoadSnapshot
+    | RefreshSnapshot
+    | Digest
+    | Finish
+    | Note
+)

@@ -1,0 +1,274 @@
+"""What happened, told to a Peer. One rule: past tense, facts only; an event never says what to do
+about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from moshpitd.core.messages import Message, Record
+from moshpitd.core.outcome import OnPartial, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A trainer attached. The first one fixes the run's schema; `digest` is of its tensors,
+    `version` a checkpoint's claim."""
+
+    trainer: str
+    schema: bytes
+    schema_text: str
+    part_sizes: tuple[int, ...]  # raw bytes of each part
+    digest: bytes
+    version: int = 0
+    founder: str = ""  # lineage of a checkpoint or of an earlier session; empty = a fresh start
+    founder_digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerGone:
+    """A trainer detached or died."""
+
+    trainer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """A trainer asked to be brought up to date before it starts (the first step of an average,
+    alone)."""
+
+    trainer: str
+    token: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """A trainer handed over its bucket (already checked to be finite). `weight` is an integer
+    0..max_weight; `rounds` 0 means a sweep."""
+
+    trainer: str
+    token: str
+    weight: int
+    rounds: int = 1
+    min_participants: int = 1
+    on_partial: OnPartial = OnPartial.ACCEPT
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionRefused:
+    """The local API refused a trainer's contribution (not finite, bad weight): nobody should wait
+    for this peer now."""
+
+    trainer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The trainer gave up waiting for the call `token`."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of `sender`, whose identity the link proved."""
+
+    sender: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A message could not be handed to `to`."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Our record is in the directory under `key` (or, not ok, could not be stored)."""
+
+    key: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The directory's answer for `key`, our own record left out. `ok` false: nobody could be asked."""
+
+    key: str
+    records: tuple[Record, ...]
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The bulk link to `peer` ended or could not be made."""
+
+    peer: str
+    reason: Reason = Reason.LINK_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class PartArrived:
+    """A contribution to a part that we reduce is in the accumulator, whole."""
+
+    group_id: bytes
+    part: int
+    sender: int  # member index
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartRefused:
+    """A contribution (or a result) failed the guard: it touched nothing. A strike for its sender."""
+
+    group_id: bytes
+    part: int
+    sender: int
+    reason: Reason
+    detail: str = ""
+    result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """A part that we reduce is closed: these members are in it, its payload has this crc32, our own
+    copy is in place."""
+
+    group_id: bytes
+    part: int
+    contributors: tuple[int, ...]
+    crc: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResultArrived:
+    """A part's result came from its reducer and is in place in the bucket."""
+
+    group_id: bytes
+    part: int
+    sender: int
+    contributors: tuple[int, ...]
+    crc: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartFailed:
+    """Our own work on a part failed (codec, modified bucket): as its reducer (`result`) or as its
+    sender."""
+
+    group_id: bytes
+    part: int
+    reason: Reason
+    detail: str = ""
+    result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotArrived:
+    """All parts and the trainer state of transfer `nonce` are in the staging buffer; `digest` is
+    computed from them."""
+
+    nonce: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotProgressed:
+    """Bytes of transfer `nonce` arrived."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFailed:
+    """Transfer `nonce` broke (as donor or as newcomer)."""
+
+    nonce: bytes
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSent:
+    """As donor: the last byte of transfer `nonce` was handed to the link."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """The digest of our snapshot of `version` (empty if it was replaced meanwhile)."""
+
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRefreshed:
+    """The donor copy now holds `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateStored:
+    """A trainer handed over `nbytes` of opaque state for newcomers."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Addressed:
+    """Our own addresses or measured rates changed."""
+
+    addresses: tuple[str, ...]
+    control: tuple[str, ...]
+    up_mbps: float
+    down_mbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The operator or a preemption notice asked this peer to leave: finish what runs, begin nothing
+    new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """`deadline()` has passed; nothing else happened."""
+
+
+Event: TypeAlias = (
+    Attached
+    | TrainerGone
+    | Synced
+    | Contributed
+    | ContributionRefused
+    | Cancelled
+    | Received
+    | Undelivered
+    | Announced
+    | Found
+    | LinkLost
+    | PartArrived
+    | PartRefused
+    | Averaged
+    | ResultArrived
+    | PartFailed
+    | SnapshotArrived
+    | SnapshotProgressed
+    | SnapshotFailed
+    | SnapshotSent
+    | Digested
+    | SnapshotRefreshed
+    | StateStored
+    | Addressed
+    | Drained
+    | Ticked
+)

@@ -1,0 +1,522 @@
+"""One attempt to find a group under one key.
+
+Everybody who is ready asks the lowest PeerID that may be ready too; who finds nobody to ask leads
+and invites the rest. A Join commits: a peer that has joined a leader is in no other group until it
+leaves, is declined, or hears nothing. Two leaders that find each other merge: the higher one gives
+way and brings its followers along. A leader closes the group when every peer it knows under the key
+has joined, declined or failed to answer, at `max_group`, or at the end of its window; peers that
+are alive but not ready (Later) are what the window is for.
+
+One rule: every wait in here has an end, and the attempt itself ends by `deadline` in a group or
+with a sentence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from moshpitd.core.effects import Effect, Send
+from moshpitd.core.messages import (
+    Accepted,
+    Begin,
+    Declined,
+    Group,
+    Invite,
+    Join,
+    Later,
+    Leave,
+    Member,
+    Message,
+    Record,
+    Redirect,
+)
+from moshpitd.core.outcome import Reason
+from moshpitd.core.params import Params
+
+SLACK_S = 0.25
+"""Added to a leader's announced wait before its followers give it up: Begin needs one trip, clocks
+run unevenly."""
+
+
+class Answer(Enum):
+    """What a candidate has said so far."""
+
+    UNASKED = auto()
+    ASKED = auto()
+    LATER = auto()
+    JOINED = auto()
+    DECLINED = auto()
+    ELSEWHERE = auto()  # follows another leader
+    LOST = auto()
+
+
+@dataclass(slots=True)
+class Candidate:
+    record: Record
+    answer: Answer = Answer.UNASKED
+    asked_at: float = 0.0
+    join: Join | None = None
+    reason: Reason | None = None
+    waited_for: bool = (
+        True  # False: it made others wait in vain before; its Later does not hold the group up
+    )
+
+
+@dataclass(slots=True)
+class Following:
+    leader: str
+    since: float
+    accepted: bool = False
+    until: float = 0.0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Invariant: `following` and a non-empty set of joined candidates exclude each other once the
+    leader accepted us."""
+
+    params: Params
+    me: Record
+    key: str
+    number: int
+    weight: float
+    newcomer: bool
+    nonce: int
+    started: float
+    deadline_at: float
+    expected: int = 0  # members that a full line of the grid has; 0 in the flat group, where all candidates are known
+    codec: str = "float32"
+    looked_up: bool = False
+    settle_until: float = 0.0
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    waiting: dict[str, float] = field(
+        default_factory=dict
+    )  # leaders that invited us -> until when they wait
+    following: Following | None = None
+    invited: dict[str, float] = field(default_factory=dict)
+    window_end: float = 0.0
+    clock: float = 0.0
+    group: Group | None = None
+    ended: Reason | None = None
+    effects: list[Effect] = field(default_factory=list)
+    look_up_by: float = 0.0
+
+    # -- what drives it
+    # -------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> None:
+        self.window_end = min(now + self.params.window_s, self.deadline_at)
+        self.look_up_by = now + 2 * self.params.answer_timeout_s
+        self._decide(now)
+
+    def add(self, record: Record, now: float, *, waited_for: bool = True) -> None:
+        """A peer that may meet us under this key. Call `decide` when all are added."""
+        known = self.candidates.get(record.peer_id)
+        if known is None:
+            self.candidates[record.peer_id] = Candidate(record, waited_for=waited_for)
+        else:
+            known.record = record
+            if known.answer is Answer.LOST:
+                known.answer = Answer.UNASKED
+
+    def found(self, now: float, *, look_up_took: float) -> None:
+        """The directory has answered. Peers that announced while we looked up reach us within one
+        more look-up."""
+        self.looked_up = True
+        self.settle_until = now + max(self.params.settle_s, look_up_took)
+        self._decide(now)
+
+    def decide(self, now: float) -> None:
+        self._decide(now)
+
+    def receive(self, sender: str, message: Message, now: float) -> None:
+        """A message under our key from a peer that is compatible with us."""
+        if self.over:
+            return
+        match message:
+            case Invite():
+                self._on_invite(sender, message, now)
+            case Join():
+                self._on_join(sender, message, now)
+            case Accepted():
+                self._on_accepted(sender, message, now)
+            case Declined():
+                self._on_no(sender, Answer.DECLINED, message.reason, now)
+            case Later():
+                self._on_no(sender, Answer.LATER, Reason.NOT_READY, now)
+            case Redirect():
+                self._on_redirect(sender, message.leader, now)
+            case Leave():
+                self._on_no(sender, Answer.DECLINED, Reason.WITHDRAWN, now)
+            case _:
+                pass
+
+    def lost(self, peer_id: str, reason: Reason, now: float) -> None:
+        """The peer cannot be reached, or says goodbye."""
+        if not self.over:
+            self._on_no(peer_id, Answer.LOST, reason, now)
+
+    def accept_begin(self, sender: str, group: Group) -> bool:
+        """Are we in it? Only if we follow the sender, and the line about us says what we said."""
+        if self.over or self.following is None or self.following.leader != sender:
+            return False
+        mine = [member for member in group.members if member.peer_id == self.me.peer_id]
+        return (
+            group.leader == sender
+            and group.key == self.key
+            and len(mine) == 1
+            and mine[0].attempt == self.number
+            and (mine[0].weight == self.weight or (self.newcomer and mine[0].weight == 0.0))
+            and group.group_id == group_id_of(group)
+        )
+
+    def enter(self, group: Group) -> None:
+        """Follow an accepted Begin."""
+        self.group = group
+
+    def abandon(self, reason: Reason) -> None:
+        """Stop here: tell the leader we follow, or our followers, and end with `reason`."""
+        if self.over:
+            return
+        if self.following is not None:
+            self._send(self.following.leader, Leave(self.key, self.number))
+        for peer_id, candidate in self.candidates.items():
+            if candidate.answer is Answer.JOINED:
+                self._send(peer_id, Declined(self.key, self.number, reason, self.me))
+        self.ended = reason
+
+    def tick(self, now: float) -> None:
+        self.clock = now
+        if self.over:
+            return
+        for peer_id, candidate in self.candidates.items():
+            if (
+                candidate.answer is Answer.ASKED
+                and now >= candidate.asked_at + self.params.answer_timeout_s
+            ):
+                candidate.answer, candidate.reason = Answer.LOST, Reason.NO_ANSWER
+                if self.following is not None and self.following.leader == peer_id:
+                    self._unfollow(now)
+        following = self.following
+        if following is not None and following.accepted and now >= following.until:
+            self._mark(following.leader, Answer.LOST, Reason.SILENT)
+            self._send(following.leader, Leave(self.key, self.number))
+            self._unfollow(now)
+        if now >= self.deadline_at:
+            if self.leading and self._joined():
+                self._begin()
+            else:
+                self.abandon(Reason.TIMEOUT)
+            return
+        self._decide(now)
+
+    def deadline(self) -> float:
+        """The next instant at which something ends."""
+        times = [self.deadline_at]
+        times += [
+            c.asked_at + self.params.answer_timeout_s
+            for c in self.candidates.values()
+            if c.answer is Answer.ASKED
+        ]
+        if self.following is not None:
+            if self.following.accepted:
+                times.append(self.following.until)
+        else:
+            times.append(self.window_end)
+            patience = self.settle_until if self.looked_up else self.look_up_by
+            if patience > self.clock:  # once it is over, only the window is left to wait for
+                times.append(patience)
+        return min(times)
+
+    @property
+    def over(self) -> bool:
+        return self.group is not None or self.ended is not None
+
+    @property
+    def leading(self) -> bool:
+        return self.following is None
+
+    def sentence(self) -> str:
+        """Why nobody was there, for people: "heard 3 peers: 2 declined (schema_differs), 1
+        unreachable"."""
+        if not self.candidates:
+            return "heard no other peer"
+        words: dict[str, int] = {}
+        for candidate in self.candidates.values():
+            word = candidate.answer.name.lower()
+            if candidate.reason is not None:
+                word += f" ({candidate.reason.value})"
+            words[word] = words.get(word, 0) + 1
+        return f"heard {len(self.candidates)} peers: " + ", ".join(
+            f"{n} {word}" for word, n in words.items()
+        )
+
+    def waited_in_vain(self) -> list[str]:
+        """Peers whose Later was not followed by a Join."""
+        return [p for p, c in self.candidates.items() if c.answer is Answer.LATER]
+
+    # -- answers
+    # ----------------------------------------------------------------------------------------------------
+
+    def _on_invite(self, sender: str, message: Invite, now: float) -> None:
+        self.add(message.record, now)
+        self.waiting[sender] = now + message.waits_s
+        if self.following is not None:
+            if self.following.leader != sender:
+                self._send(sender, Redirect(self.key, message.attempt, self.following.leader))
+            return
+        if self.candidates[sender].answer in (
+            Answer.LATER,
+            Answer.DECLINED,
+            Answer.ELSEWHERE,
+            Answer.LOST,
+        ):
+            self.candidates[sender].answer = Answer.UNASKED  # an invitation is news
+        if self._joined() and sender > self.me.peer_id:
+            # Two leaders: the lower one stays. The other side gives way when it hears our
+            # invitation.
+            self._invite(sender, now)
+            return
+        if self.candidates[sender].answer is not Answer.JOINED:
+            self._join(sender, now)
+
+    def _on_join(self, sender: str, message: Join, now: float) -> None:
+        if self.following is not None:
+            if self.following.leader != sender:
+                self._send(sender, Redirect(self.key, message.attempt, self.following.leader))
+                return
+            if self.following.accepted or self.me.peer_id > sender:
+                return  # our Joins crossed: the lower PeerID leads, and that is the other side
+            self.following = None
+        if len(self._joined()) + 1 >= self.params.max_group:
+            self._send(sender, Declined(self.key, message.attempt, Reason.FULL, self.me))
+            self._mark(sender, Answer.DECLINED, Reason.FULL)
+            return
+        self.add(message.record, now)
+        candidate = self.candidates[sender]
+        candidate.answer, candidate.join, candidate.reason = Answer.JOINED, message, None
+        self.waiting.pop(sender, None)
+        for follower in message.followers:
+            known = self.candidates.get(follower)
+            if known is None:
+                # Not in our directory answer yet: its Join is one Redirect away, so listen a little
+                # longer.
+                self.settle_until = max(self.settle_until, now + 4 * self.params.settle_s)
+            elif known.answer is not Answer.JOINED:
+                known.answer, known.asked_at = Answer.ASKED, now
+        self._send(
+            sender,
+            Accepted(self.key, message.attempt, max(self.params.settle_s, self.window_end - now)),
+        )
+        self._decide(now)
+
+    def _on_accepted(self, sender: str, message: Accepted, now: float) -> None:
+        if self.following is None or self.following.leader != sender:
+            self._send(sender, Leave(self.key, self.number))
+            return
+        self._mark(sender, Answer.JOINED, None)
+        self.candidates[sender].answer = Answer.ELSEWHERE  # it leads; it is no follower of ours
+        self.following.accepted = True
+        wait = (
+            min(message.waits_s, self.params.attempt_timeout_s)
+            + self.params.answer_timeout_s
+            + SLACK_S
+        )
+        self.following.until = min(now + wait, self.deadline_at)
+        for peer_id in self._joined():
+            self._send(peer_id, Redirect(self.key, self.number, sender))
+            self._mark(peer_id, Answer.ELSEWHERE, None)
+
+    def _on_no(self, sender: str, answer: Answer, reason: Reason, now: float) -> None:
+        if sender not in self.candidates:
+            return
+        self._mark(sender, answer, reason)
+        self.waiting.pop(sender, None)
+        if self.following is not None and self.following.leader == sender:
+            if self.following.accepted:
+                self._unfollow(now)
+            self.following = None
+        self._decide(now)
+
+    def _on_redirect(self, sender: str, leader: str, now: float) -> None:
+        if leader == self.me.peer_id:
+            self._mark(sender, Answer.ASKED, None, now)  # its Join is on the way
+            return
+        followed = self.following is not None and self.following.leader == sender
+        if self.following is not None and not followed:
+            return
+        self._mark(sender, Answer.ELSEWHERE, None)
+        known = self.candidates.get(leader)
+        if followed:
+            self.following = None
+            if known is not None and known.answer not in (Answer.LOST, Answer.DECLINED):
+                self._join(leader, now)
+                return
+        elif known is not None and known.answer in (Answer.UNASKED, Answer.LATER, Answer.ELSEWHERE):
+            if leader < self.me.peer_id or not self._joined():
+                self._join(leader, now)
+                return
+            known.answer = Answer.UNASKED
+        self._decide(now)
+
+    # -- decisions
+    # --------------------------------------------------------------------------------------------------
+
+    def _decide(self, now: float) -> None:
+        if self.over or self.following is not None:
+            return
+        joined = self._joined()
+        if len(joined) + 1 >= self.params.max_group:
+            self._begin()
+            return
+        if not joined:
+            leader = self._someone_to_ask(now)
+            if leader is not None:
+                self._join(leader, now)
+                return
+        for peer_id, candidate in self.candidates.items():
+            if candidate.answer is Answer.UNASKED or (
+                candidate.answer is Answer.LATER and peer_id not in self.invited
+            ):
+                self._invite(peer_id, now)
+        self._close_if_complete(now)
+
+    def _someone_to_ask(self, now: float) -> str | None:
+        """A leader that waits for us, else the lowest PeerID below ours that may be ready."""
+        leaders = [p for p, until in self.waiting.items() if now < until and self._may_lead(p)]
+        below = [
+            p
+            for p, c in self.candidates.items()
+            if p < self.me.peer_id and c.answer is Answer.UNASKED
+        ]
+        return min(leaders) if leaders else min(below) if below else None
+
+    def _may_lead(self, peer_id: str) -> bool:
+        candidate = self.candidates.get(peer_id)
+        return candidate is not None and candidate.answer in (Answer.UNASKED, Answer.LATER)
+
+    def _close_if_complete(self, now: float) -> None:
+        joined = self._joined()
+        if now >= self.window_end:
+            self._begin() if joined else self.abandon(Reason.NO_PEERS)
+            return
+        if self.looked_up and now < self.settle_until:
+            return
+        if not self.looked_up and now < self.look_up_by:
+            return
+        if any(
+            c.answer in (Answer.UNASKED, Answer.ASKED)
+            or (c.answer is Answer.LATER and c.waited_for)
+            for c in self.candidates.values()
+        ):
+            return
+        if len(joined) + 1 < self.expected:
+            return  # the rest of the line has not been re-keyed yet: it will find us under this key
+        self._begin() if joined else self.abandon(Reason.NO_PEERS)
+
+    def _begin(self) -> None:
+        members = [self._member(self.me, self.number, self.weight, self.newcomer)]
+        for candidate in self.candidates.values():
+            if candidate.answer is Answer.JOINED and candidate.join is not None:
+                join = candidate.join
+                members.append(self._member(join.record, join.attempt, join.weight, join.newcomer))
+        members.sort(key=lambda member: member.peer_id)
+        latest = max(member.version for member in members)
+        # A newcomer whose snapshot is older than the group contributes nothing: it receives the
+        # average and is current whatever the snapshot's age. One that is current (a cold start) has
+        # trained like everybody else.
+        members = [
+            replace(m, weight=0.0) if m.newcomer and m.version < latest else m for m in members
+        ]
+        group = Group(
+            group_id=b"",
+            key=self.key,
+            leader=self.me.peer_id,
+            nonce=self.nonce,
+            round=self.me.round,
+            shape=self.me.shape,
+            schema=self.me.schema,
+            lineage=self.me.lineage,
+            codec=self.codec,
+            members=tuple(members),
+        )
+        self.group = replace(group, group_id=group_id_of(group))
+        for member in members:
+            if member.peer_id != self.me.peer_id:
+                self._send(member.peer_id, Begin(self.group))
+
+    @staticmethod
+    def _member(record: Record, attempt: int, weight: float, newcomer: bool) -> Member:
+        return Member(
+            peer_id=record.peer_id,
+            attempt=attempt,
+            weight=weight,
+            version=record.version,
+            newcomer=newcomer,
+            up_mbps=record.up_mbps,
+            down_mbps=record.down_mbps,
+            addresses=record.addresses,
+        )
+
+    # -- small steps
+    # ------------------------------------------------------------------------------------------------
+
+    def _join(self, leader: str, now: float) -> None:
+        self.following = Following(leader, now)
+        self._mark(leader, Answer.ASKED, None, now)
+        followers = tuple(self._joined())
+        self._send(
+            leader, Join(self.key, self.number, self.me, self.weight, self.newcomer, followers)
+        )
+
+    def _invite(self, peer_id: str, now: float) -> None:
+        candidate = self.candidates[peer_id]
+        if candidate.answer is Answer.UNASKED:
+            candidate.answer, candidate.asked_at = Answer.ASKED, now
+        self.invited[peer_id] = now
+        self._send(peer_id, Invite(self.key, self.number, self.me, max(0.0, self.window_end - now)))
+
+    def _unfollow(self, now: float) -> None:
+        """The leader is lost: those left over have a little time to find each other."""
+        self.following = None
+        self.window_end = min(
+            self.deadline_at, max(self.window_end, now + self.params.answer_timeout_s)
+        )
+        for candidate in self.candidates.values():
+            if candidate.answer is Answer.ELSEWHERE:
+                candidate.answer = Answer.UNASKED
+
+    def _mark(self, peer_id: str, answer: Answer, reason: Reason | None, now: float = 0.0) -> None:
+        candidate = self.candidates.get(peer_id)
+        if candidate is not None:
+            candidate.answer, candidate.reason, candidate.join = answer, reason, None
+            candidate.asked_at = now
+
+    def _joined(self) -> list[str]:
+        return [p for p, c in self.candidates.items() if c.answer is Answer.JOINED]
+
+    def _send(self, to: str, message: Message) -> None:
+        self.effects.append(Send(to, message))
+
+
+def group_id_of(group: Group) -> bytes:
+    """Hash of everything members must agree on, so that equal ids imply equal lists (DESIGN:
+    Groups)."""
+    lines = [
+        group.key,
+        group.leader,
+        str(group.nonce),
+        str(group.round),
+        f"{group.shape.epoch}:{group.shape.sides}",
+        group.schema.hex(),
+        f"{group.lineage.founder}:{group.lineage.digest.hex()}",
+        group.codec,
+    ]
+    lines += [
+        f"{m.peer_id} {m.attempt} {float(m.weight)!r} {m.version} {int(m.newcomer)} "
+        f"{float(m.up_mbps)!r} {float(m.down_mbps)!r} {','.join(m.addresses)}"
+        for m in group.members
+    ]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()

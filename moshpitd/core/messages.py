@@ -1,0 +1,331 @@
+"""What peers say to each other. One rule: messages carry durations and sequence numbers, never
+instants, because no two peers share a clock; and each is small, because parts of tensors travel on
+bulk links and not here.
+
+`net/wire.py` turns exactly these classes into bytes and checks every field against its type; what a
+field *means* is checked by the state machine that handles it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from moshpitd.core.outcome import Reason
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Lineage:
+    """Which initial parameters a peer's parameters descend from. Between unconfirmed lineages of
+    one version the lowest founder wins."""
+
+    founder: str = ""
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A grid of `sides`; the epoch counts proposals, 0 is the flat group every run starts with."""
+
+    epoch: int = 0
+    sides: tuple[int, ...] = field(default=(1,), metadata={"max": 8})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a peer says of itself, in the directory (signed there) and inside matchmaking messages.
+
+    `sequence` grows with every record a peer makes; of two records of one peer the higher one
+    holds. `addresses` are where its bulk links can be dialled, empty if nowhere; `control` where
+    its p2pd can.
+    """
+
+    peer_id: str
+    sequence: int
+    schema: bytes
+    version: int
+    lineage: Lineage
+    round: int = 0
+    coordinates: tuple[int, ...] = field(default=(0,), metadata={"max": 8})
+    shape: Shape = Shape()
+    addresses: tuple[str, ...] = field(default=(), metadata={"max": 16})
+    control: tuple[str, ...] = field(default=(), metadata={"max": 16})
+    up_mbps: float = 1000.0
+    down_mbps: float = 1000.0
+    codec: str = "float32"
+    has_snapshot: bool = False
+    schema_text: str = field(default="", metadata={"max": 4096})
+
+
+# -- matchmaking
+# --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """I lead a forming group under `key` and wait `waits_s` more: join me."""
+
+    key: str
+    attempt: int
+    record: Record
+    waits_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Take me into your group under `key`. I am committed to you until I say Leave or hear no
+    answer.
+
+    `followers` are those that a leader who gives way brings along; they will join by themselves.
+    """
+
+    key: str
+    attempt: int
+    record: Record
+    weight: float
+    newcomer: bool
+    followers: tuple[str, ...] = field(default=(), metadata={"max": 64})
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Your Join holds; expect Begin within `waits_s`."""
+
+    key: str
+    attempt: int
+    waits_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """No, and why; `record` lets the other side learn what it lacks (a newer version, another
+    lineage, a moved peer)."""
+
+    key: str
+    attempt: int
+    reason: Reason
+    record: Record | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """I am alive and belong here, but my trainers have not contributed yet (or my last round still
+    runs)."""
+
+    key: str
+    attempt: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """I follow `leader`: talk to it."""
+
+    key: str
+    attempt: int
+    leader: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """I take my Join back."""
+
+    key: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One line of a group. `weight` 0 only for a newcomer."""
+
+    peer_id: str
+    attempt: int
+    weight: float
+    version: int
+    newcomer: bool
+    up_mbps: float
+    down_mbps: float
+    addresses: tuple[str, ...] = field(default=(), metadata={"max": 16})
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Everything that members must agree on; `group_id` is the hash of all of it, so equal ids
+    imply equal lists."""
+
+    group_id: bytes
+    key: str
+    leader: str
+    nonce: int
+    round: int
+    shape: Shape
+    schema: bytes
+    lineage: Lineage
+    codec: str
+    members: tuple[Member, ...] = field(metadata={"max": 64})
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The leader closes the group and the round begins."""
+
+    group: Group
+
+
+# -- the round
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NotMember:
+    """`peer_id` is named in the group but is not in it: do not wait for it."""
+
+    group_id: bytes
+    peer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """My contribution to these parts will not come (empty = to none of the parts not yet
+    delivered)."""
+
+    group_id: bytes
+    reason: Reason
+    parts: tuple[int, ...] = field(default=(), metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class NoResult:
+    """I reduce these parts and they will have no result; all members keep their local values there."""
+
+    group_id: bytes
+    reason: Reason
+    epoch: int = 0
+    parts: tuple[int, ...] = field(default=(), metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """My last message: a digest over the crc32 of every part's payload. From here on I need nothing
+    more of you."""
+
+    group_id: bytes
+    digest: bytes
+    without_result: int
+
+
+# -- snapshots
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """Send me your state; `nonce` names the transfer, on the bulk link too."""
+
+    nonce: bytes
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOffer:
+    """Here it comes: `parts` parts on the bulk link, then `state_bytes` of opaque trainer state.
+    `witnesses` were in my last group."""
+
+    nonce: bytes
+    version: int
+    lineage: Lineage
+    digest: bytes
+    parts: int
+    state_bytes: int
+    witnesses: tuple[str, ...] = field(default=(), metadata={"max": 64})
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRefused:
+    """No state from me now, and why."""
+
+    nonce: bytes
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class DigestQuery:
+    """Which digest has your snapshot of this version?"""
+
+    nonce: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DigestReply:
+    """Empty digest: I hold no snapshot of that version any more."""
+
+    nonce: bytes
+    version: int
+    digest: bytes
+
+
+# -- presence
+# -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """My record; sent to peers newly heard of, so that both sides know of each other without the
+    directory."""
+
+    record: Record
+    answer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """I am leaving (drain, stop, or my last trainer went): do not wait for me."""
+
+    reason: Reason
+
+
+Message: TypeAlias = (
+    Invite
+    | Join
+    | Accepted
+    | Declined
+    | Later
+    | Redirect
+    | Leave
+    | Begin
+    | NotMember
+    | Without
+    | NoResult
+    | Parity
+    | SnapshotRequest
+    | SnapshotOffer
+    | SnapshotRefused
+    | DigestQuery
+    | DigestReply
+    | Hello
+    | Goodbye
+)
+
+# The position is the kind on the wire: append only.
+MESSAGES: tuple[type, ...] = (
+    Invite,
+    Join,
+    Accepted,
+    Declined,
+    Later,
+    Redirect,
+    Leave,
+    Begin,
+    NotMember,
+    Without,
+    NoResult,
+    Parity,
+    SnapshotRequest,
+    SnapshotOffer,
+    SnapshotRefused,
+    DigestQuery,
+    DigestReply,
+    Hello,
+    Goodbye,
+)

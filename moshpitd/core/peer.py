@@ -1,0 +1,480 @@
+"""The protocol of one run on one node: events in, effects out, a deadline.
+
+    peer.handle(event, now); peer.take_effects() -> list; peer.deadline() -> float | None
+
+A call of a trainer (average or sync) becomes `Work`: catch up if needed, then as many rounds as
+were asked for, each of them matchmaking (`Attempt`) and exchange (`Round`). One work at a time;
+what trainers contribute meanwhile waits for the next one. Everything else in here answers other
+peers.
+
+Order of effects: those of one event come in the order in which they were decided, and the driver
+carries them out in that order. One rule: nothing a peer, the network or a trainer does raises out
+of `handle`.
+"""
+
+from __future__ import annotations
+
+import random
+
+from moshpitd.core import events as ev
+from moshpitd.core.calls import Calls
+from moshpitd.core.donor import Donor
+from moshpitd.core.effects import Effect, LookUp, Send
+from moshpitd.core.grid import PEERS_KEY, is_flat
+from moshpitd.core.messages import (
+    Accepted,
+    Begin,
+    Declined,
+    DigestQuery,
+    DigestReply,
+    Goodbye,
+    Group,
+    Hello,
+    Invite,
+    Join,
+    Later,
+    Leave,
+    Lineage,
+    Message,
+    NoResult,
+    NotMember,
+    Parity,
+    Record,
+    Redirect,
+    SnapshotOffer,
+    SnapshotRefused,
+    SnapshotRequest,
+    Without,
+)
+from moshpitd.core.outcome import Reason
+from moshpitd.core.params import Params
+from moshpitd.core.placing import Place
+from moshpitd.core.presence import Presence
+from moshpitd.core.state import State
+from moshpitd.core.swarm import Swarm, same_lineage
+from moshpitd.core.work import Conductor, Work
+
+MATCHING = (Accepted, Declined, Later, Redirect, Leave)
+OF_A_ROUND = (NotMember, Without, NoResult, Parity)
+
+
+class Peer:
+    """Invariant: `work` is the only call that talks to other peers; at most one group at a time."""
+
+    def __init__(
+        self,
+        params: Params,
+        peer_id: str,
+        rng: random.Random,
+        *,
+        run: str,
+        codec: str = "float32",
+        sequence: int = 0,
+    ) -> None:
+        """`sequence` must exceed that of any record an earlier life of this peer made."""
+        self.params, self.peer_id, self.run, self.codec = params, peer_id, run, codec
+        self.state = State(
+            params=params,
+            peer_id=peer_id,
+            rng=rng,
+            codec=codec,
+            swarm=Swarm(params, peer_id),
+            place=Place(params, peer_id),
+            presence=Presence(params, Record(peer_id, sequence, b"", 0, Lineage(), codec=codec)),
+            donor=Donor(params),
+        )
+        self.conductor = Conductor(self.state)
+        self.calls = Calls(self.state, self.conductor)
+
+    # -- the doors
+    # --------------------------------------------------------------------------------------------------
+
+    def take_effects(self) -> list[Effect]:
+        effects, self.state.effects = self.state.effects, []
+        return effects
+
+    def deadline(self) -> float | None:
+        times = [
+            t for t in (self.state.presence.deadline(), self.conductor.deadline()) if t is not None
+        ]
+        return min(times) if times else None
+
+    def handle(self, event: ev.Event, now: float) -> None:
+        match event:
+            case ev.Received():
+                self._on_message(event.sender, event.message, now)
+            case ev.Contributed():
+                self.calls.on_contributed(event, now)
+            case ev.Synced():
+                self.calls.on_synced(event, now)
+            case ev.Attached():
+                self.calls.on_attached(event, now)
+            case ev.TrainerGone():
+                self.calls.on_trainer_gone(event.trainer, now)
+            case ev.Cancelled():
+                self.calls.on_cancelled(event.token, now)
+            case ev.ContributionRefused():
+                self.state.refused_until = now + self.state.params.window_s
+            case ev.Undelivered():
+                self._on_undelivered(event.to, event.message, now)
+            case ev.Found():
+                self._on_found(event, now)
+            case ev.Announced():
+                self._on_announced(event, now)
+            case ev.Addressed():
+                self.state.presence.update(
+                    addresses=event.addresses,
+                    control=event.control,
+                    up_mbps=event.up_mbps,
+                    down_mbps=event.down_mbps,
+                )
+            case ev.Drained():
+                self.calls.on_drained(now)
+            case ev.Ticked():
+                pass
+            case _:
+                self._on_data(event, now)
+        self._advance(now)
+
+    # -- for status
+    # -------------------------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> Work | None:
+        return self.conductor.work
+
+    @property
+    def queue(self) -> list[ev.Contributed | ev.Synced]:
+        return self.calls.queue
+
+    @property
+    def record(self) -> Record:
+        return self.state.record
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.state.lineage
+
+    @property
+    def round(self) -> int:
+        return self.state.place.round
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.state.place.shape.sides
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        return self.state.place.coordinates
+
+    @property
+    def phase(self) -> str:
+        work = self.work
+        if work is None:
+            return "idle"
+        return (
+            "exchange"
+            if work.round is not None
+            else "catch_up"
+            if work.catch_up is not None
+            else "matchmaking"
+        )
+
+    def progress(self) -> tuple[str, int, int, int, int]:
+        """(phase, group size, parts done, parts, round) of the call that runs."""
+        current = self.work.round if self.work is not None else None
+        if current is None:
+            return self.phase, 1, 0, len(self.state.part_sizes), self.state.place.round
+        phase = "parity" if current.parity_sent_at is not None else "exchange"
+        return (
+            phase,
+            len(current.group.members),
+            current.parts_done(),
+            len(self.state.part_sizes),
+            self.state.place.round,
+        )
+
+    def peers(self) -> list[tuple[Record, float, str, str]]:
+        """(record, heard at, state, note) of everybody known."""
+        members: dict[str, bool] = {}
+        if self.work is not None and self.work.round is not None:
+            members = {member.peer_id: True for member in self.work.round.group.members}
+        lines = []
+        for peer_id, entry in self.state.swarm.heard.items():
+            state = "member" if peer_id in members else "heard" if entry.lost is None else "lost"
+            lines.append(
+                (
+                    entry.record,
+                    entry.heard_at,
+                    state,
+                    entry.note or (entry.lost.value if entry.lost else ""),
+                )
+            )
+        return lines
+
+    def _on_message(self, sender: str, message: Message, now: float) -> None:
+        record = getattr(message, "record", None)
+        if isinstance(record, Record):
+            if record.peer_id != sender or not _sane(record):
+                self.state.strike(sender, Reason.NOT_MEMBER, now)
+                return
+            self._hear(record, now, direct=True)
+        else:
+            self.state.swarm.alive(sender, now)
+        work = self.conductor.work
+        if isinstance(message, (Invite, Join)):
+            self._on_ask(sender, message, now)
+        elif isinstance(message, MATCHING):
+            if work is not None and work.attempt is not None and message.key == work.attempt.key:
+                work.attempt.receive(sender, message, now)
+        elif isinstance(message, Begin):
+            self._on_begin(sender, message.group, now)
+        elif isinstance(message, OF_A_ROUND):
+            if (
+                work is not None
+                and work.round is not None
+                and message.group_id == work.round.group.group_id
+            ):
+                work.round.receive(sender, message, now)
+        elif isinstance(message, (SnapshotOffer, SnapshotRefused, DigestReply)):
+            if work is not None and work.catch_up is not None:
+                work.catch_up.receive(sender, message, now)
+        elif isinstance(message, SnapshotRequest):
+            refuse = None if message.record.schema == self.state.record.schema else Reason.SCHEMA
+            if not self.state.trainers or self.state.draining:
+                refuse = Reason.NO_TRAINER
+            self.state.donor.request(
+                sender, message, lineage=self.state.lineage, refuse=refuse, now=now
+            )
+        elif isinstance(message, DigestQuery):
+            self.state.donor.query(sender, message)
+        elif isinstance(message, Hello):
+            if not message.answer:
+                reply = (
+                    Hello(self.state.record, answer=True)
+                    if self.state.presence.present
+                    else Goodbye(Reason.NO_TRAINER)
+                )
+                self.state.effects.append(Send(sender, reply))
+        elif isinstance(message, Goodbye):
+            self._lose(sender, message.reason, now)
+        if work is not None and work.catch_up is not None:
+            work.catch_up.heard(sender, now)
+
+    def _on_ask(self, sender: str, message: Invite | Join, now: float) -> None:
+        refusal = self.state.refuse(message.record, now)
+        if isinstance(message, Join) and not 0 <= message.weight <= self.state.params.max_weight:
+            refusal = Reason.WEIGHT
+            self.state.strike(sender, Reason.WEIGHT, now)
+        if refusal is None and message.key != self.state.place.key():
+            refusal = Reason.MOVED
+        if refusal is not None:
+            self.state.note("refused", sender, refusal)
+            self.state.effects.append(
+                Send(sender, Declined(message.key, message.attempt, refusal, self.state.record))
+            )
+            return
+        work = self.conductor.work
+        attempt = work.attempt if work is not None else None
+        if attempt is not None and attempt.key == message.key:
+            attempt.receive(sender, message, now)
+            return
+        if (
+            isinstance(message, Invite)
+            and len(self.state.invites) < self.state.params.max_candidates
+        ):
+            self.state.invites[sender] = (message.key, now + message.waits_s)
+        self.state.effects.append(
+            Send(sender, Later(message.key, message.attempt, self.state.record))
+        )
+
+    def _on_begin(self, sender: str, group: Group, now: float) -> None:
+        work = self.conductor.work
+        attempt = work.attempt if work is not None else None
+        if (
+            work is not None
+            and work.round is not None
+            and work.round.group.group_id == group.group_id
+        ):
+            return  # the same Begin twice
+        sound = (
+            group.schema == self.state.record.schema
+            and same_lineage(group.lineage, self.state.lineage)
+            and 2 <= len(group.members) <= self.state.params.max_group
+            and len({member.peer_id for member in group.members}) == len(group.members)
+            and all(0 <= member.weight <= self.state.params.max_weight for member in group.members)
+            and group.codec == self.state.codec
+        )
+        if attempt is not None and sound and attempt.accept_begin(sender, group):
+            attempt.enter(group)
+            return
+        for member in group.members[: self.state.params.max_group]:
+            if member.peer_id != self.state.peer_id:
+                self.state.effects.append(
+                    Send(member.peer_id, NotMember(group.group_id, self.state.peer_id))
+                )
+
+    def _on_undelivered(self, to: str, message: Message, now: float) -> None:
+        work = self.conductor.work
+        if isinstance(message, Begin) and work is not None and work.round is not None:
+            for member in message.group.members:
+                if member.peer_id not in (self.state.peer_id, to):
+                    self.state.effects.append(
+                        Send(member.peer_id, NotMember(message.group.group_id, to))
+                    )
+        if work is not None and work.round is not None:
+            work.round.lost(to, Reason.UNREACHABLE, now)
+        self._lose(to, Reason.UNREACHABLE, now)
+
+    def _lose(self, peer_id: str, reason: Reason, now: float) -> None:
+        if self.state.swarm.lose(peer_id, reason):
+            self.state.note("peer_lost", peer_id, reason)
+        self.state.invites.pop(peer_id, None)
+        if self.conductor.work is not None and self.conductor.work.attempt is not None:
+            self.conductor.work.attempt.lost(peer_id, reason, now)
+        if self.conductor.work is not None and self.conductor.work.catch_up is not None:
+            self.conductor.work.catch_up.lost(peer_id, reason, now)
+
+    def _hear(self, record: Record, now: float, *, direct: bool) -> None:
+        if self.state.swarm.hear(record, now, direct=direct):
+            self.state.note("peer_heard", record.peer_id)
+            if (
+                not direct
+                and self.state.presence.present
+                and record.schema == self.state.record.schema
+            ):
+                # A look-up told us of it; this tells it of us, so that both sides know each other
+                # at once.
+                self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
+        entry = self.state.swarm.heard.get(record.peer_id)
+        if (
+            entry is not None
+            and self.state.record.schema
+            and record.schema != self.state.record.schema
+            and not entry.note
+        ):
+            entry.note = first_difference(self.state.record.schema_text, record.schema_text)
+            self.state.note("refused", record.peer_id, Reason.SCHEMA, detail=entry.note)
+
+    def _on_found(self, event: ev.Found, now: float) -> None:
+        for record in event.records:
+            if record.peer_id != self.state.peer_id and _sane(record):
+                self._hear(record, now, direct=False)
+        if event.key == PEERS_KEY:
+            self.state.presence.found(now, ok=event.ok)
+        work = self.conductor.work
+        if work is None:
+            return
+        if work.attempt is not None and event.key == work.attempt.key:
+            self.conductor.add_candidates(work.attempt, now)
+            took = (
+                self.state.presence.look_up_took
+                if is_flat(self.state.place.shape)
+                else now - work.attempt.started
+            )
+            work.attempt.found(now, look_up_took=took)
+        if work.catch_up is not None and event.key == PEERS_KEY:
+            work.catch_up.found(now)
+
+    def _on_announced(self, event: ev.Announced, now: float) -> None:
+        if event.key == PEERS_KEY:
+            self.state.presence.stored(now)
+        attempt = self.conductor.work.attempt if self.conductor.work is not None else None
+        if attempt is not None and event.key == attempt.key and event.key != PEERS_KEY:
+            # Only now: of two peers that store before they look up, at least one finds the other.
+            self.state.effects.append(LookUp(event.key))
+
+    def _on_data(self, event: ev.Event, now: float) -> None:
+        work = self.conductor.work
+        current = work.round if work is not None else None
+        catch_up = work.catch_up if work is not None else None
+        match event:
+            case (
+                ev.PartArrived()
+                | ev.PartRefused()
+                | ev.Averaged()
+                | ev.ResultArrived()
+                | ev.PartFailed()
+            ):
+                if current is not None and event.group_id == current.group.group_id:
+                    if isinstance(event, ev.PartRefused) and 0 <= event.sender < len(
+                        current.group.members
+                    ):
+                        self.state.strike(
+                            current.group.members[event.sender].peer_id, event.reason, now
+                        )
+                    current.handle(event, now)
+            case ev.LinkLost():
+                if current is not None:
+                    current.handle(event, now)
+                if catch_up is not None and catch_up.donor == event.peer:
+                    catch_up.transfer_failed(catch_up.nonce, event.reason, now)
+            case ev.SnapshotProgressed():
+                if catch_up is not None:
+                    catch_up.progressed(event.nonce, now)
+            case ev.SnapshotArrived():
+                if catch_up is not None:
+                    catch_up.arrived(event.nonce, event.digest, now)
+            case ev.SnapshotFailed():
+                self.state.donor.failed(event.nonce)
+                if catch_up is not None:
+                    catch_up.transfer_failed(event.nonce, event.reason, now)
+            case ev.SnapshotSent():
+                self.state.donor.sent(event.nonce)
+            case ev.Digested():
+                self.state.donor.digested(event.version, event.digest, self.state.lineage, now)
+            case ev.SnapshotRefreshed():
+                self.state.donor.holds(event.version, self.state.donor.witnesses)
+                self.state.presence.update(has_snapshot=bool(self.state.trainers))
+            case ev.StateStored():
+                self.state.donor.state_bytes = event.nbytes
+            case _:
+                pass
+
+    def _advance(self, now: float) -> None:
+        """Let everything whose time has come end, and carry the work on until it waits for
+        something."""
+        self.state.presence.tick(now)
+        self.state.collect(self.state.donor.effects)
+        for _ in range(
+            8 + 2 * len(self.calls.queue)
+        ):  # each turn ends a step of the work; steps of one call are few
+            work = self.conductor.work
+            if work is None:
+                if not self.calls.queue:
+                    break
+                self.calls.next_call(now)
+                continue
+            if not self.conductor.step(work, now):
+                break
+        self.state.collect(self.state.presence.effects)
+
+
+def first_difference(ours: str, theirs: str) -> str:
+    """The first line in which two schema texts differ, as a sentence."""
+    a, b = ours.split("\n"), theirs.split("\n")
+    for i in range(max(len(a), len(b))):
+        mine = a[i] if i < len(a) else "nothing"
+        other = b[i] if i < len(b) else "nothing"
+        if mine != other:
+            return f"tensor {i}: ours is {mine}, theirs {other}"
+    return "the schemas differ beyond the first lines that a record can carry"
+
+
+def _sane(record: Record) -> bool:
+    """Types are checked on the wire; this checks what the fields mean."""
+    return (
+        0 < len(record.shape.sides) == len(record.coordinates) <= 8
+        and all(
+            0 <= c < side for c, side in zip(record.coordinates, record.shape.sides, strict=True)
+        )
+        and record.version >= 0
+        and record.round >= 0
+        and record.up_mbps >= 0
+        and record.down_mbps >= 0
+        and len(record.schema) <= 32
+    )

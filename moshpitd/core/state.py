@@ -1,0 +1,96 @@
+"""What the parts of one Peer share: what it knows, what it is, and the effects it has decided on.
+
+One rule: state only, plus the few questions that everybody asks of it; whoever changes it says so
+in a Note.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from moshpitd.core.catchup import needs_snapshot
+from moshpitd.core.donor import Donor
+from moshpitd.core.effects import Effect, Note
+from moshpitd.core.messages import Lineage, Record
+from moshpitd.core.outcome import Reason
+from moshpitd.core.params import Params
+from moshpitd.core.placing import Place
+from moshpitd.core.presence import Presence
+from moshpitd.core.swarm import Swarm, same_lineage
+
+
+@dataclass(slots=True)
+class State:
+    """Invariant: `presence.record` is what we would tell anybody now."""
+
+    params: Params
+    peer_id: str
+    rng: random.Random
+    codec: str
+    swarm: Swarm
+    place: Place
+    presence: Presence
+    donor: Donor
+    part_sizes: tuple[int, ...] = ()
+    trainers: dict[str, bool] = field(default_factory=dict)  # trainer -> it has to load our state
+    invites: dict[str, tuple[str, float]] = field(default_factory=dict)  # leader -> (key, until)
+    caught_up: bool = False
+    newcomer: bool = False
+    had_company: bool = False
+    draining: bool = False
+    refused_until: float = float("-inf")
+    attempts: int = 0
+    effects: list[Effect] = field(default_factory=list)
+
+    @property
+    def record(self) -> Record:
+        return self.presence.record
+
+    @property
+    def version(self) -> int:
+        return self.presence.record.version
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.presence.record.lineage
+
+    def refuse(self, record: Record, now: float) -> Reason | None:
+        """Why we do not average with that peer now."""
+        if not self.trainers:
+            return Reason.NO_TRAINER
+        if self.draining:
+            return Reason.DRAINING
+        if now < self.refused_until:
+            return Reason.REFUSED
+        if record.schema != self.record.schema:
+            return Reason.SCHEMA
+        if self.swarm.strikes(record.peer_id, now) >= self.params.max_strikes:
+            return Reason.STRIKES
+        if not same_lineage(record.lineage, self.lineage):
+            return Reason.LINEAGE
+        if self.version - record.version > self.params.max_version_lag:
+            return Reason.VERSION
+        median, others = self.swarm.median_version(
+            self.version, self.lineage, self.record.schema, since=now - self.params.window_s
+        )
+        if others >= 3 and record.version - median > self.params.max_version_lag:
+            self.strike(record.peer_id, Reason.VERSION, now)
+            return Reason.VERSION
+        return None
+
+    def behind(self) -> bool:
+        return needs_snapshot(self.swarm, self.record, self.params, fresh=False)
+
+    def collect(self, effects: list[Effect]) -> None:
+        self.effects += effects
+        effects.clear()
+
+    def strike(self, peer_id: str, reason: Reason, now: float) -> None:
+        self.swarm.strike(peer_id, now)
+        self.note("strike", peer_id, reason)
+
+    def note(
+        self, what: str, peer: str = "", reason: str = "", detail: str = "", **fields: object
+    ) -> None:
+        self.effects.append(Note(what, peer, str(reason), detail, dict(fields)))

@@ -1,0 +1,447 @@
+"""One call of a trainer carried from its first step to its outcome: catch up if needed, then as
+many rounds as were asked for, each of them matchmaking (`Attempt`) and exchange (`Round`).
+
+One rule: exactly one machine runs at a time, and whatever it ends with leads to the next one or to
+an Outcome.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from moshpitd.core import events as ev
+from moshpitd.core.allreduce import Round
+from moshpitd.core.catchup import CatchUp, adopted
+from moshpitd.core.effects import Announce, Finish, LoadSnapshot, RefreshSnapshot, Send
+from moshpitd.core.grid import is_flat
+from moshpitd.core.matchmaking import Attempt
+from moshpitd.core.messages import Hello
+from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
+from moshpitd.core.state import State
+from moshpitd.core.swarm import same_lineage
+
+MISSED = 2
+"""Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
+"""
+
+CATCH_UPS = 3
+"""Catch-ups within one call: lineages that keep overtaking each other must not keep a trainer
+waiting for ever."""
+
+
+@dataclass(slots=True)
+class Work:
+    """One call on its way. Invariant: exactly one of catch_up, attempt, round is set, or the local
+    window is open."""
+
+    deadline_at: float
+    started: float
+    calls: list[ev.Contributed] = field(default_factory=list)
+    late: list[ev.Contributed] = field(default_factory=list)
+    syncs: list[ev.Synced] = field(default_factory=list)
+    window_until: float | None = None
+    catch_up: CatchUp | None = None
+    attempt: Attempt | None = None
+    round: Round | None = None
+    rounds_left: int = 1
+    rounds_done: int = 0
+    weight: float = 0.0
+    catch_ups: int = 0
+    loaded: bool = False
+    newcomer: bool = False
+    phase_at: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    worst: Outcome | None = None
+
+
+class Conductor:
+    """Carries out the one call that runs. Invariant: `work` is None or has exactly one machine or
+    an open local window."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.work: Work | None = None
+
+    def deadline(self) -> float | None:
+        work = self.work
+        if work is None:
+            return None
+        times = [work.window_until] if work.window_until is not None else []
+        for machine in (work.catch_up, work.attempt, work.round):
+            if machine is not None:
+                times.append(machine.deadline())
+        return min(times) if times else None
+
+    def abandon(self, reason: Reason, now: float) -> None:
+        """End what has not come to an exchange yet."""
+        work = self.work
+        if work is None or work.round is not None:
+            return
+        if work.attempt is not None:
+            work.attempt.abandon(reason)
+            self.state.collect(work.attempt.effects)
+        if work.catch_up is not None:
+            work.catch_up.abandon(reason)
+            self.state.collect(work.catch_up.effects)
+        self.finish(Outcome(Status.FAILED, reason, accepted=False), now)
+
+    def step(self, work: Work, now: float) -> bool:
+        """Carry the work one step on; False when it waits."""
+        if work.window_until is not None:
+            if now < work.window_until:
+                return False
+            work.window_until = None
+            self.start(work, now)
+            return True
+        if work.catch_up is not None:
+            work.catch_up.tick(now)
+            self.state.collect(work.catch_up.effects)
+            if not work.catch_up.over:
+                return False
+            self._caught_up(work, work.catch_up, now)
+            return True
+        if work.attempt is not None:
+            work.attempt.tick(now)
+            self.state.collect(work.attempt.effects)
+            if not work.attempt.over and work.catch_ups < CATCH_UPS and self.state.behind():
+                work.attempt.abandon(Reason.LINEAGE)
+                self.state.collect(work.attempt.effects)
+                self._end_phase(work, "matchmaking", now)
+                work.attempt = None
+                self.catch_up(work, now)
+                return True
+            if not work.attempt.over:
+                return False
+            self._attempted(work, work.attempt, now)
+            return True
+        if work.round is not None:
+            work.round.tick(now)
+            self.state.collect(work.round.effects)
+            if work.round.finished is None:
+                return False
+            self._rounded(work, work.round, work.round.finished, now)
+            return True
+        return False
+
+    def start(self, work: Work, now: float) -> None:
+        stale = any(self.state.trainers.get(call.trainer) for call in work.calls)
+        # A trainer that has not loaded our state yet holds another start: it gets the result and
+        # adds nothing to it.
+        work.calls = [
+            replace(c, weight=0) if self.state.trainers.get(c.trainer) else c for c in work.calls
+        ]
+        rounds = max((call.rounds for call in work.calls), default=1)
+        self.state.place.prepare(self.state.swarm, self.state.record.schema, self.state.rng, now)
+        work.rounds_left = (
+            len(self.state.place.shape.sides)
+            if any(c.rounds == 0 for c in work.calls)
+            else max(1, rounds)
+        )
+        work.weight = float(sum(call.weight for call in work.calls))
+        if not self.state.caught_up or stale or self.state.behind():
+            self.catch_up(work, now)
+        else:
+            self.attempt(work, now)
+
+    def catch_up(self, work: Work, now: float) -> None:
+        work.catch_ups += 1
+        work.phase_at = now
+        trainers = tuple(self.state.trainers)
+        work.catch_up = catch_up = CatchUp(
+            params=self.state.params,
+            me=self.state.record,
+            swarm=self.state.swarm,
+            rng=self.state.rng,
+            part_count=len(self.state.part_sizes),
+            trainers=trainers,
+            deadline_at=work.deadline_at,
+            fresh=not self.state.caught_up,
+        )
+        known = self.state.presence.fresh(now)
+        if not known:
+            self.state.presence.look_up(now)
+        catch_up.start(now, known=known)
+        self.state.collect(catch_up.effects)
+
+    def _caught_up(self, work: Work, catch_up: CatchUp, now: float) -> None:
+        work.catch_up = None
+        self._end_phase(work, "catch_up", now)
+        winner = self.state.swarm.winning_lineage(
+            self.state.lineage, self.state.version, self.state.record.schema
+        )
+        if catch_up.loaded and catch_up.offer is not None:
+            offer = catch_up.offer
+            if not same_lineage(offer.lineage, self.state.lineage):
+                self.state.note("lineage_adopted", offer.lineage.founder)
+            self.state.presence.update(
+                version=offer.version,
+                lineage=adopted(self.state.record, offer.lineage),
+                has_snapshot=bool(self.state.trainers),
+            )
+            self.state.donor.holds(offer.version, (catch_up.donor,), offer.digest)
+            self.state.newcomer = work.loaded = True
+            self.state.had_company = True
+            for trainer in self.state.trainers:
+                self.state.trainers[trainer] = False
+            # What the buckets hold now is the donor's; it must not count a second time.
+            work.calls = [replace(call, weight=0) for call in work.calls]
+            work.weight = 0.0
+            self._tell_everybody()
+        elif same_lineage(winner, self.state.lineage) and winner != self.state.lineage:
+            self.state.presence.update(lineage=adopted(self.state.record, winner))
+            self._tell_everybody()
+        self.state.caught_up = catch_up.failed is None
+        stale = [trainer for trainer, is_stale in self.state.trainers.items() if is_stale]
+        if stale and self.state.caught_up and self.state.donor.version is not None:
+            self.state.effects.append(LoadSnapshot(b"", self.state.donor.version, tuple(stale)))
+            for trainer in stale:
+                self.state.trainers[trainer] = False
+            work.loaded = True
+        if catch_up.failed is not None:
+            outcome = Outcome(Status.FAILED, catch_up.failed, _why(catch_up), accepted=False)
+            self.finish(outcome, now)
+        elif not work.calls:
+            self.finish(
+                Outcome(Status.COMPLETE, accepted=work.loaded, participants=0, group_size=1), now
+            )
+        else:
+            self.attempt(work, now)
+
+    def attempt(self, work: Work, now: float) -> None:
+        self.state.place.prepare(self.state.swarm, self.state.record.schema, self.state.rng, now)
+        for shape in self.state.place.changes:
+            self.state.note("shape_adopted", epoch=shape.epoch, sides=list(shape.sides))
+        self.state.place.changes.clear()
+        record = self.state.presence.update(
+            round=self.state.place.round,
+            coordinates=self.state.place.coordinates,
+            shape=self.state.place.shape,
+        )
+        self.state.attempts += 1
+        work.phase_at = now
+        key = self.state.place.key()
+        flat = is_flat(self.state.place.shape)
+        attempt = Attempt(
+            params=self.state.params,
+            me=record,
+            key=key,
+            number=self.state.attempts,
+            weight=work.weight,
+            newcomer=self.state.newcomer,
+            nonce=self.state.rng.getrandbits(63),
+            started=now,
+            deadline_at=min(work.deadline_at, now + self.state.params.attempt_timeout_s),
+            expected=self.state.place.expected(),
+            codec=self.state.codec,
+            looked_up=flat and self.state.presence.fresh(now),
+            settle_until=now,
+        )
+        work.attempt = attempt
+        self.state.note("attempt_started", key=key, round=self.state.place.round)
+        self.add_candidates(attempt, now)
+        for leader, (invited_key, until) in list(self.state.invites.items()):
+            if until <= now:
+                del self.state.invites[leader]
+            elif invited_key == key and leader in attempt.candidates:
+                attempt.waiting[leader] = until
+        if flat:
+            if not attempt.looked_up:
+                self.state.presence.look_up(now)
+        else:
+            self.state.effects.append(Announce(key, record, self.state.params.ttl_s))
+        attempt.start(now)
+        self.state.collect(attempt.effects)
+
+    def add_candidates(self, attempt: Attempt, now: float) -> None:
+        for entry in self.state.swarm.live(self.state.record.schema):
+            record = entry.record
+            if (
+                not self.state.place.meets(record)
+                or self.state.refuse(record, now) is Reason.STRIKES
+            ):
+                continue  # of another lineage it is still worth asking: it may have taken ours by now
+            attempt.add(record, now, waited_for=entry.missed < MISSED)
+
+    def _attempted(self, work: Work, attempt: Attempt, now: float) -> None:
+        """Matchmaking is over: a group, or nobody."""
+        work.attempt = None
+        self._end_phase(work, "matchmaking", now)
+        for peer_id in attempt.waited_in_vain():
+            entry = self.state.swarm.heard.get(peer_id)
+            if entry is not None:
+                entry.missed += 1
+        group = attempt.group
+        if group is None:
+            reason = attempt.ended or Reason.NO_PEERS
+            self.state.note(
+                "attempt_ended",
+                reason=reason,
+                detail=attempt.sentence(),
+                heard=len(attempt.candidates),
+            )
+            self.state.place.alone()
+            timed_out = now >= work.deadline_at
+            outcome = Outcome(
+                Status.FAILED if timed_out else Status.ALONE,
+                Reason.TIMEOUT if timed_out else Reason.NO_PEERS,
+                attempt.sentence(),
+                accepted=not timed_out,
+                contributors=(self.state.peer_id,),
+                total_weight=work.weight,
+                parts=len(self.state.part_sizes),
+            )
+            self._after_round(work, outcome, now)
+            return
+        for member in group.members:
+            entry = self.state.swarm.heard.get(member.peer_id)
+            if entry is not None:
+                entry.missed = 0
+        self.state.invites.clear()
+        self.state.had_company = True
+        current = Round(
+            params=self.state.params,
+            group=group,
+            me=self.state.peer_id,
+            part_sizes=self.state.part_sizes,
+            trainers=tuple((call.trainer, call.weight) for call in work.calls),
+            late=tuple(call.trainer for call in work.late),
+            started=now,
+            deadline_at=min(work.deadline_at, now + self.state.params.round_timeout_s),
+        )
+        work.round, work.phase_at = current, now
+        current.start(now)
+        self.state.note(
+            "group_formed",
+            group=group.group_id.hex(),
+            size=len(group.members),
+            leader=group.leader,
+            index=current.index,
+            members=[member.peer_id for member in group.members],
+        )
+        self.state.collect(current.effects)
+
+    def _rounded(self, work: Work, current: Round, outcome: Outcome, now: float) -> None:
+        """An exchange is over."""
+        work.round = None
+        parity_at = current.parity_sent_at if current.parity_sent_at is not None else now
+        self._end_phase(work, "exchange", parity_at)
+        work.seconds["parity"] = work.seconds.get("parity", 0.0) + max(0.0, now - parity_at)
+        group = current.group
+        self.state.place.finished(group, current.index)
+        if outcome.accepted and _wanted(outcome, work.calls):
+            version = 1 + max(member.version for member in group.members)
+            self.state.presence.update(version=version)
+            self.state.newcomer = False
+            self.state.donor.witnesses = tuple(outcome.contributors)
+            work.weight = current.mean_weight()
+        work.rounds_done += 1
+        self._after_round(work, outcome, now)
+
+    def _after_round(self, work: Work, outcome: Outcome, now: float) -> None:
+        self.state.presence.update(
+            round=self.state.place.round,
+            coordinates=self.state.place.coordinates,
+            shape=self.state.place.shape,
+        )
+        work.rounds_left -= 1
+        if work.worst is None or _badness(outcome) >= _badness(work.worst):
+            work.worst = outcome
+        go_on = (
+            outcome.status is not Status.FAILED and work.rounds_left > 0 and now < work.deadline_at
+        )
+        if go_on and not self.state.draining and self.state.trainers:
+            self.attempt(work, now)
+            return
+        if (
+            outcome.status is Status.ALONE
+            and not self.state.had_company
+            and not self.state.swarm.live(self.state.record.schema)
+        ):
+            # A run of one peer: its own rounds are all the averages there are, so they count. Who
+            # arrives later finds the higher version and loads it, instead of the lower PeerID
+            # winning with a fresh start.
+            self.state.presence.update(version=self.state.version + 1)
+            self._refresh(work)
+        elif (
+            outcome.accepted
+            and outcome.group_id
+            and not outcome.parts_without_result
+            and _wanted(outcome, work.calls)
+        ):
+            self._refresh(work)
+        self.finish(work.worst, now)
+
+    def _refresh(self, work: Work) -> None:
+        if work.calls:
+            self.state.effects.append(RefreshSnapshot(self.state.version, work.calls[0].trainer))
+
+    def _tell_everybody(self) -> None:
+        """Our lineage changed: who still knows the old one would not ask us to its group."""
+        for entry in self.state.swarm.live(self.state.record.schema)[: self.state.params.max_group]:
+            self.state.effects.append(
+                Send(entry.record.peer_id, Hello(self.state.record, answer=True))
+            )
+
+    def finish(self, outcome: Outcome, now: float) -> None:
+        work = self.work
+        if work is None:
+            return
+        self.work = None
+        outcome = replace(
+            outcome,
+            rounds=work.rounds_done,
+            version=self.state.version,
+            accepted=outcome.accepted
+            or work.loaded,  # loaded values have to reach the trainer whatever followed
+            loaded_snapshot=work.loaded,
+            seconds=tuple(work.seconds.items()),
+        )
+        if work.calls:
+            self.state.note(
+                "round_ended",
+                reason=outcome.reason or "",
+                detail=outcome.detail,
+                outcome=outcome.status.value,
+                group=outcome.group_id.hex(),
+                group_size=outcome.group_size,
+                participants=outcome.participants,
+                version=self.state.version,
+                seconds=dict(outcome.seconds),
+                took=now - work.started,
+            )
+        for call in work.calls + work.late:
+            self.state.effects.append(Finish(call.token, call.trainer, _for(call, outcome)))
+        for sync in work.syncs:
+            self.state.effects.append(Finish(sync.token, sync.trainer, outcome))
+        if self.state.draining:
+            self.state.note("drained")
+
+    def _end_phase(self, work: Work, phase: str, now: float) -> None:
+        work.seconds[phase] = work.seconds.get(phase, 0.0) + max(0.0, now - work.phase_at)
+        work.phase_at = now
+
+
+def _wanted(outcome: Outcome, calls: list[ev.Contributed]) -> bool:
+    """Does any caller take this result?"""
+    return any(_for(call, outcome).accepted for call in calls) if calls else outcome.accepted
+
+
+def _for(call: ev.Contributed, outcome: Outcome) -> Outcome:
+    """The outcome as this caller's options see it."""
+    if not outcome.accepted or outcome.loaded_snapshot:
+        return outcome
+    if outcome.participants < call.min_participants:
+        reason = outcome.reason if outcome.status is Status.ALONE else Reason.TOO_FEW
+        return replace(outcome, accepted=False, reason=reason)
+    if outcome.status is Status.PARTIAL and call.on_partial is not OnPartial.ACCEPT:
+        return replace(outcome, accepted=False)
+    return outcome
+
+
+def _badness(outcome: Outcome) -> int:
+    return (Status.COMPLETE, Status.ALONE, Status.PARTIAL, Status.FAILED).index(outcome.status)
+
+
+def _why(catch_up: CatchUp) -> str:
+    tried = ", ".join(f"{peer} ({reason.value})" for peer, reason in catch_up.tried.items())
+    return f"our state is not the swarm's and no donor gave it: {tried or 'none was reachable'}"

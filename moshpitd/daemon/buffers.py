@@ -1,0 +1,209 @@
+"""Buckets: mapped files in which trainers hand over tensors. One rule: a file is made whole or not.
+
+A sparse file on a full tmpfs is a SIGBUS in whoever touches the missing page, so all blocks are
+taken before anybody maps the file, and a file system without room is an error with one sentence.
+The name carries the daemon that made it (pid and start time, because pids are reused) and the data
+directory that it serves, so that the next daemon of that directory can remove what a killed one
+left behind, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import mmap
+import os
+import re
+import stat
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moshpitd.errors import TrainerError
+from moshpitd.tensors.mapped import Tensor, tensor_of
+
+HEADER_BYTES = 4096  # one page, so that the tensors behind it are page-aligned
+MAGIC = b"MPB1"
+API = 1
+_GENERATION = struct.Struct("<Q")
+_GENERATION_AT = 8
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+
+_NAME = re.compile(r"^moshpit-(?P<place>[0-9a-f]{12})-(?P<pid>\d+)-(?P<born>\d+)-\d+\.bucket$")
+_serial = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Deltas:
+    """What a late trainer's bucket holds instead of its values, over the rounds of one call.
+
+    `own` keeps the values of the parts under the rule "max": a maximum cannot be taken from a
+    difference. They are step counters, so this is small.
+    """
+
+    generation: int
+    parts: set[int] = field(default_factory=set)
+    own: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Bucket:
+    """One trainer's flat buffer: [header page][data].
+
+    Invariant: what the daemon reads counts only if the generation is even and the same before and
+    after. The mapping lives as long as anything refers to it, so that closing never pulls memory
+    away from a running thread.
+    """
+
+    __slots__ = ("_handed_over", "_mapping", "data", "deltas", "nbytes", "path", "writes")
+
+    def __init__(self, path: Path, mapping: mmap.mmap, *, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.data: Tensor = tensor_of(mapping, offset=HEADER_BYTES, nbytes=nbytes)
+        self.writes = 0  # times the daemon put values in place; a copy in progress watches it
+        self.deltas: Deltas | None = None
+        self._mapping = mapping
+        self._handed_over: int | None = None
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.nbytes
+
+    @property
+    def generation(self) -> int:
+        """Counted by the trainer: odd while it fills the bucket, even when it is done."""
+        return int(_GENERATION.unpack_from(self._mapping, _GENERATION_AT)[0])
+
+    @property
+    def expected(self) -> int:
+        """The generation that a round which opens now has to find unchanged."""
+        return self.generation if self._handed_over is None else self._handed_over
+
+    def hand_over(self, generation: int) -> bool:
+        """The trainer says that its values are in place as `generation`; False if they are not."""
+        self._handed_over = generation
+        return self.intact(generation)
+
+    def hand_back(self) -> None:
+        """The call is over; the trainer may fill the bucket again."""
+        self._handed_over = None
+        self.deltas = None
+
+    def intact(self, generation: int) -> bool:
+        """Whether the trainer has kept its hands off since `generation` was complete."""
+        return generation % 2 == 0 and self.generation == generation
+
+    def close(self) -> None:
+        """Remove the file. The memory goes when the last thread that works on it lets go."""
+        self.path.unlink(missing_ok=True)
+
+
+def create_bucket(buffers_dir: Path, *, nbytes: int, data_dir: Path) -> Bucket:
+    """Make and map a bucket of `nbytes` data bytes, all zero.
+
+    Raises TrainerError: RESOURCE_EXHAUSTED when there is no room, FAILED_PRECONDITION when the
+    directory cannot be used. Nothing half-made remains.
+    """
+    need = HEADER_BYTES + nbytes
+    try:
+        buffers_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _free_bytes(buffers_dir) < need:
+            # Asked first, because filling a tmpfs to the brim to find out starves its other users.
+            raise _no_room(buffers_dir, need)
+        path = buffers_dir / _name(data_dir)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise _no_room(buffers_dir, need) from error
+        raise TrainerError(
+            f"cannot make a bucket in {buffers_dir}: {error.strerror}; expected a directory that "
+            "the daemon may write to (setting buffers_dir)",
+            code="FAILED_PRECONDITION",
+            reason="buffers_dir",
+        ) from error
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.posix_fallocate(descriptor, 0, need)
+        mapping = mmap.mmap(descriptor, need)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno in _NO_ROOM:
+            raise _no_room(buffers_dir, need) from error
+        raise TrainerError(
+            f"cannot make a bucket of {need} bytes at {path}: {error.strerror}; expected a file "
+            "system that can allocate and map files, such as tmpfs (setting buffers_dir)",
+            code="FAILED_PRECONDITION",
+            reason="buffers_dir",
+        ) from error
+    finally:
+        os.close(descriptor)
+    mapping[:8] = MAGIC + API.to_bytes(4, "little")
+    return Bucket(path, mapping, nbytes=nbytes)
+
+
+def sweep(buffers_dir: Path, *, data_dir: Path) -> list[Path]:
+    """Remove the buckets that dead daemons of `data_dir` left in `buffers_dir`; returns what went.
+
+    Called once at start, by the daemon that holds the data directory's lock.
+    """
+    place = _place(data_dir)
+    removed = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        for path in sorted(buffers_dir.iterdir()):
+            match = _NAME.match(path.name)
+            if match is None or match["place"] != place:
+                continue
+            if _born(int(match["pid"])) == int(match["born"]) or not _is_ours(path):
+                continue
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _name(data_dir: Path) -> str:
+    pid = os.getpid()
+    return f"moshpit-{_place(data_dir)}-{pid}-{_born(pid)}-{next(_serial)}.bucket"
+
+
+def _place(data_dir: Path) -> str:
+    """Names a data directory. The inode is in it, because two containers that share /dev/shm may
+    both keep their data under the same path, and neither can see whether the other's pid lives."""
+    where = data_dir.resolve()
+    status = where.stat() if where.exists() else None
+    words = (where, status.st_dev if status else 0, status.st_ino if status else 0)
+    return hashlib.blake2b(repr(words).encode(), digest_size=6).hexdigest()
+
+
+def _born(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 when there is none."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    # Field 22; the second field is the program's name, which may hold spaces and brackets.
+    return int(line[line.rindex(b")") + 2 :].split()[19])
+
+
+def _is_ours(path: Path) -> bool:
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    # A tmpfs without a size limit reports no blocks at all: then only the allocation can tell.
+    return status.f_bavail * status.f_frsize if status.f_blocks else 1 << 62
+
+
+def _no_room(directory: Path, need: int) -> TrainerError:
+    free = _free_bytes(directory)
+    return TrainerError(
+        f"{directory} has no room for a bucket: {need} bytes needed, {free} free; make that file "
+        "system larger or point the setting buffers_dir to another one",
+        code="RESOURCE_EXHAUSTED",
+        reason="no_room",
+    )

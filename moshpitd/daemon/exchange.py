@@ -1,0 +1,412 @@
+"""The data plane of a node: carries out the effects that move tensors, for all its runs. One rule:
+nothing is decided here; what happened is told to the core as an event, and the core says what next.
+
+Threads: `handle` runs on the daemon's loop and returns at once (Close and LoadSnapshot excepted,
+because what follows them hands buckets back to trainers). Contributions are encoded in the links'
+writer threads and decoded in their reader threads; averages and copies run in two small pools of
+our own, apart from each other, so that a digest of gigabytes does not hold up a round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from moshpitd.core.effects import (
+    Average,
+    Close,
+    Digest,
+    DropSnapshot,
+    Effect,
+    FetchSnapshot,
+    LoadSnapshot,
+    Open,
+    Push,
+    PushSnapshot,
+    RefreshSnapshot,
+)
+from moshpitd.core.events import Event, LinkLost, PartFailed
+from moshpitd.core.outcome import Reason
+from moshpitd.daemon.accumulate import Round
+from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.intake import Intake
+from moshpitd.daemon.pacing import (
+    ROUND_PRIORITY,
+    SNAPSHOT_PRIORITY,
+    Links,
+    Pacer,
+    Skipped,
+)
+from moshpitd.daemon.transfer import Snapshots
+from moshpitd.errors import ConfigError, LocalProtocolError
+from moshpitd.net.frames import RUN_BYTES, FrameKind, Header
+from moshpitd.tensors.codecs import codec_for
+from moshpitd.tensors.layout import Layout
+from moshpitd.tensors.mapped import Scratch
+from moshpitd.tensors.reduction import first_nonfinite
+
+log = logging.getLogger(__name__)
+
+# Averaging is bound by memory bandwidth, and link threads want cores too.
+AVERAGING_THREADS = min(4, os.cpu_count() or 1)
+
+
+def run_hash(run: str) -> bytes:
+    """What names a run in a frame's header."""
+    return hashlib.blake2b(run.encode(), digest_size=RUN_BYTES).digest()
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run: its layout, its trainers' buckets, and what is open in it."""
+
+    name: str
+    layout: Layout
+    snapshots: Snapshots
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+    rounds: dict[bytes, Round] = field(default_factory=dict)
+    leaving: list[Bucket] = field(default_factory=list)  # their trainers are gone, a round sends
+
+
+class Exchange:
+    """Invariant: a bucket's file goes when its trainer and the last round that uses it are through.
+    `dropped` counts frames that led to no event, by reason."""
+
+    def __init__(self, peer_id: str, post: Callable[[str, Event], None]) -> None:
+        """`post(run, event)` is called from any thread and must not block."""
+        self.peer_id = peer_id
+        self.dropped: Counter[str] = Counter()
+        self._post = post
+        self._links: Links | None = None
+        self._pacer: Pacer | None = None
+        self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._scratch = Scratch()
+        self._intake = Intake(self._drop, partial(self._submit, self._averaging))
+        self._lock = threading.Lock()  # guards the runs and what is in them
+        self._runs: dict[str, _Run] = {}
+        self._closing = False
+
+    def use(self, links: Links) -> None:
+        """The links, which are made with our callbacks and so come second."""
+        self._links = links
+        self._pacer = Pacer(links)
+
+    def close(self) -> None:
+        """End everything and join our threads. Whoever made the links closes them before."""
+        self._closing = True
+        self._intake.close()
+        with self._lock:
+            names = list(self._runs)
+        for name in names:
+            self.remove_run(name)
+        self._averaging.shutdown(wait=True, cancel_futures=True)
+        self._copying.shutdown(wait=True, cancel_futures=True)
+
+    # -- runs and buckets -------------------------------------------------------------------------
+
+    def add_run(self, name: str, layout: Layout, codec: str) -> None:
+        """`codec` is only checked (ConfigError): what is used is the codec of each group."""
+        codec_for(codec, "float32")
+        snapshots = Snapshots(
+            layout,
+            run_hash=run_hash(name),
+            post=partial(self._post, name),
+            submit=partial(self._submit, self._copying),
+            drop_frame=self._drop,
+        )
+        with self._lock:
+            if name in self._runs:
+                raise LocalProtocolError(f"run {name!r} exists")
+            self._runs[name] = _Run(name, layout, snapshots)
+        self._intake.add_run(run_hash(name))
+
+    def remove_run(self, name: str) -> None:
+        """Close its rounds and transfers, remove its buckets."""
+        run = self._run(name)
+        for group_id in list(run.rounds):
+            self._close(run, group_id)
+        for nonce in run.snapshots.nonces():
+            self._drop_transfer(run, nonce)
+        for trainer in list(run.buckets):
+            self.remove_bucket(name, trainer)
+        self._intake.remove_run(run_hash(name))
+        with self._lock:
+            self._runs.pop(name, None)
+
+    def add_bucket(self, name: str, trainer: str, bucket: Bucket) -> None:
+        run = self._run(name)
+        if bucket.nbytes != run.layout.nbytes:
+            raise LocalProtocolError(
+                f"bucket of {bucket.nbytes} bytes, expected {run.layout.nbytes} in run {name!r}"
+            )
+        with self._lock:
+            run.buckets[trainer] = bucket
+
+    def remove_bucket(self, name: str, trainer: str) -> None:
+        """Remove the file now, or after the round that uses it. Unknown trainers are fine."""
+        run = self._run(name)
+        with self._lock:
+            bucket = run.buckets.pop(trainer, None)
+            if bucket is None:
+                return
+            if any(current.uses(bucket) for current in run.rounds.values()):
+                run.leaving.append(bucket)
+                return
+        bucket.close()
+
+    def bucket(self, name: str, trainer: str) -> Bucket | None:
+        return self._run(name).buckets.get(trainer)
+
+    def first_nonfinite(self, name: str, trainer: str) -> str | None:
+        """The tensor with the first NaN or infinity in a trainer's bucket. Reads all: blocks."""
+        run = self._run(name)
+        bucket = run.buckets.get(trainer)
+        for part in run.layout.parts if bucket is not None else ():
+            assert bucket is not None
+            element = first_nonfinite(run.layout.part_view(bucket.data, part))
+            if element is not None:
+                return run.layout.tensor_at(part, element)
+        return None
+
+    def counters(self, group_id: bytes) -> tuple[int, int]:
+        """(bytes sent, bytes received) of payloads of an open or recently closed round."""
+        with self._lock:
+            for run in self._runs.values():
+                current = run.rounds.get(group_id)
+                if current is not None:
+                    return current.bytes_sent, current.bytes_received
+        return self._intake.counters(group_id)
+
+    # -- snapshots, as the driver and the API see them --------------------------------------------
+
+    def initial_snapshot(self, name: str, trainer: str, version: int) -> bytes:
+        """Make a trainer's bucket the donor copy of `version`; returns its digest. Blocks."""
+        run = self._run(name)
+        bucket = run.buckets.get(trainer)
+        if bucket is None:
+            raise LocalProtocolError(f"trainer {trainer!r} has no bucket in run {name!r}")
+        return run.snapshots.initial(bucket, version)
+
+    def set_state(self, name: str, state: bytes) -> None:
+        """Opaque trainer state for newcomers. TrainerError(RESOURCE_EXHAUSTED) above 64 MiB."""
+        self._run(name).snapshots.set_state(state)
+
+    def state(self, name: str) -> bytes:
+        return self._run(name).snapshots.state
+
+    def snapshot_version(self, name: str) -> int | None:
+        return self._run(name).snapshots.version
+
+    # -- effects ----------------------------------------------------------------------------------
+
+    def handle(self, name: str, effect: Effect) -> None:
+        """Carry out an effect of the data plane; LocalProtocolError for any other."""
+        run = self._run(name)
+        match effect:
+            case Open():
+                self._open(run, effect)
+            case Push():
+                self._push(run, effect)
+            case Average():
+                current = run.rounds.get(effect.group_id)
+                if current is not None:
+                    self._submit(self._averaging, partial(current.average, effect.part))
+                else:  # it could not be opened; the log says why
+                    failed = PartFailed(effect.group_id, effect.part, Reason.CODEC, result=True)
+                    self._post(name, failed)
+            case Close():
+                self._close(run, effect.group_id)
+            case FetchSnapshot():
+                self._fetch(run, effect)
+            case PushSnapshot():
+                self._push_snapshot(run, effect)
+            case DropSnapshot():
+                self._drop_transfer(run, effect.nonce)
+            case LoadSnapshot():
+                buckets = [run.buckets[t] for t in effect.trainers if t in run.buckets]
+                run.snapshots.load(effect.nonce, effect.version, buckets)
+                self._intake.shut(effect.nonce)
+            case RefreshSnapshot():
+                bucket = run.buckets.get(effect.trainer)
+                if bucket is not None:
+                    run.snapshots.refresh(bucket, effect.version)
+            case Digest():
+                run.snapshots.tell_digest(effect.version)
+            case _:
+                raise LocalProtocolError(f"{type(effect).__name__} is no effect of the data plane")
+
+    def _open(self, run: _Run, effect: Open) -> None:
+        try:
+            current = Round(
+                effect,
+                run.layout,
+                run_hash=run_hash(run.name),
+                buckets=run.buckets,
+                scratch=self._scratch,
+                post=partial(self._post, run.name),
+                drop=self._drop,
+            )
+        except ConfigError as error:  # the group, made elsewhere, names a codec we do not have
+            log.error("run %s: a round cannot be opened: %s", run.name, error)
+            return
+        with self._lock:
+            run.rounds[current.group_id] = current
+        # Links first: what is pushed next waits in them, and a link that is up needs nothing.
+        own = effect.group.members[effect.index]
+        for index, member in enumerate(effect.group.members):
+            if index != effect.index:
+                # The smaller PeerID dials, unless the other one cannot be dialled.
+                ours = self.peer_id < member.peer_id
+                dials = bool(member.addresses) if ours else not own.addresses
+                self._link(run, member.peer_id, member.addresses, dials=dials)
+        self._intake.admit(current.group_id, current)
+
+    def _push(self, run: _Run, effect: Push) -> None:
+        current = run.rounds.get(effect.group_id)
+        if current is None or self._pacer is None:
+            return
+        self._pacer.put(
+            current.group.members[effect.to].peer_id,
+            effect.group_id,
+            current.outgoing(effect.parts, result=effect.result),
+            priority=ROUND_PRIORITY,
+        )
+
+    def _close(self, run: _Run, group_id: bytes) -> None:
+        with self._lock:
+            current = run.rounds.pop(group_id, None)
+        if current is None:
+            self._intake.shut(
+                group_id
+            )  # never opened here; its early frames are worth nothing any more
+            return
+        current.close()
+        self._intake.shut(group_id, counters=(current.bytes_sent, current.bytes_received))
+        if self._pacer is not None:
+            self._pacer.discard(group_id)
+        with self._lock:
+            over = [b for b in run.leaving if not any(r.uses(b) for r in run.rounds.values())]
+            run.leaving = [bucket for bucket in run.leaving if bucket not in over]
+        for bucket in over:
+            bucket.close()
+
+    def _fetch(self, run: _Run, effect: FetchSnapshot) -> None:
+        incoming = run.snapshots.fetch(
+            effect.nonce, effect.donor, parts=effect.parts, state_bytes=effect.state_bytes
+        )
+        if incoming is not None:
+            self._link(run, effect.donor, effect.addresses, dials=bool(effect.addresses))
+            self._intake.admit(effect.nonce, incoming)
+
+    def _push_snapshot(self, run: _Run, effect: PushSnapshot) -> None:
+        frames = run.snapshots.serve(effect.nonce, effect.to)
+        if frames is not None and self._pacer is not None:
+            # Both ends dial if they can: who can reach whom is not known, and the links keep one.
+            self._link(run, effect.to, effect.addresses, dials=bool(effect.addresses))
+            self._pacer.put(effect.to, effect.nonce, frames, priority=SNAPSHOT_PRIORITY)
+
+    def _drop_transfer(self, run: _Run, nonce: bytes) -> None:
+        run.snapshots.drop(nonce)
+        self._intake.shut(nonce)
+        if self._pacer is not None:
+            self._pacer.discard(nonce)
+
+    # -- links ------------------------------------------------------------------------------------
+
+    def _link(self, run: _Run, peer_id: str, addresses: tuple[str, ...], *, dials: bool) -> None:
+        links = self._links
+        if links is None or links.is_up(peer_id):
+            return
+        if not dials:
+            links.expect(peer_id)
+            return
+
+        def dialled(future: Future[None]) -> None:
+            if future.cancelled() or future.exception() is None or links.is_up(peer_id):
+                return
+            log.info("run %s: %s", run.name, future.exception())
+            self._post(run.name, LinkLost(peer_id, Reason.UNREACHABLE))
+
+        links.dial(peer_id, addresses).add_done_callback(dialled)
+
+    def link_lost(self, peer_id: str) -> None:
+        """The pool's on_lost: what waited for that peer is gone, transfers with it fail.
+
+        The node tells the runs (`runs_with`, asked before this) that the link is lost.
+        """
+        with self._lock:
+            runs = list(self._runs.values())
+        self._intake.link_lost(peer_id)
+        if self._pacer is not None:
+            self._pacer.forget(peer_id)
+        for run in runs:
+            for nonce in run.snapshots.transfers_with(peer_id):
+                run.snapshots.fail(nonce, Reason.LINK_LOST)
+                self._intake.shut(nonce)
+
+    def runs_with(self, peer_id: str) -> list[str]:
+        """Runs that have an open round or transfer with that peer."""
+        with self._lock:
+            runs = list(self._runs.values())
+            busy = [
+                run.name
+                for run in runs
+                if any(
+                    member.peer_id == peer_id
+                    for current in run.rounds.values()
+                    for member in current.group.members
+                )
+            ]
+        return busy + [
+            run.name
+            for run in runs
+            if run.name not in busy and run.snapshots.transfers_with(peer_id)
+        ]
+
+    def on_send_failed(self, peer_id: str, header: Header, error: Exception) -> None:
+        """A payload function raised: on purpose, or the frame does not fit the link."""
+        if isinstance(error, Skipped):
+            return
+        log.error("a frame for %s was not sent: %s", peer_id, error)
+        with self._lock:
+            name = next((name for name in self._runs if run_hash(name) == header.run), None)
+        if name is None:
+            return
+        if header.kind is FrameKind.CONTRIBUTION:
+            self._post(name, PartFailed(header.group, header.part, Reason.CODEC, str(error)))
+        elif header.kind is FrameKind.SNAPSHOT:
+            self._run(name).snapshots.fail(header.group, Reason.PART_SIZE)
+
+    def on_frame(self, peer_id: str, header: Header, payload: memoryview) -> None:
+        """The pool's on_frame, in a reader thread. Whatever the frame holds, nothing is raised."""
+        self._intake.on_frame(peer_id, header, payload)
+
+    # -- small things -----------------------------------------------------------------------------
+
+    def _run(self, name: str) -> _Run:
+        run = self._runs.get(name)
+        if run is None:
+            raise LocalProtocolError(f"run {name!r} does not exist here")
+        return run
+
+    def _drop(self, reason: str) -> None:
+        self.dropped[reason] += 1  # a count lost between two threads is no harm
+
+    def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
+        def logged() -> None:
+            try:
+                task()
+            except Exception:
+                log.exception("a task of the data plane failed")
+                self._drop("internal")
+
+        if not self._closing:
+            pool.submit(logged)

@@ -1,0 +1,128 @@
+"""The buckets of this node's trainers in one round. One rule: a bucket that its trainer took back
+is neither read for an average nor written to.
+
+The values of a part come straight from the bucket when one trainer contributes, and are averaged
+part by part while encoding when there are several, so a node needs no further buffer of the
+bucket's size. All calls about one part come under that part's lock (see `accumulate.Round`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moshpitd.core.outcome import Reason
+from moshpitd.daemon.buffers import Bucket, Deltas
+from moshpitd.tensors.delta import max_delta, mean_delta
+from moshpitd.tensors.layout import Layout, Part
+from moshpitd.tensors.mapped import Scratch, Tensor
+from moshpitd.tensors.reduction import PartAccumulator
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A trainer's bucket in this round: its share of our contribution, and what it must stay."""
+
+    bucket: Bucket
+    generation: int
+    weight: float = 0.0
+
+    def intact(self) -> bool:
+        return self.bucket.intact(self.generation)
+
+
+class LocalValues:
+    """Invariant: our contribution to a part is read before the first bucket gets its result."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        trainers: Sequence[tuple[str, float]],
+        late: Sequence[str],
+        buckets: Mapping[str, Bucket],
+        scratch: Scratch,
+    ) -> None:
+        self._layout = layout
+        self._scratch = scratch
+        self._sources = _sources(trainers, buckets)
+        # One of weight 0 beside others is no part of our contribution, but still gets the result.
+        self._givers = [source for source in self._sources if source.weight > 0]
+        self._late = [_late(buckets[name]) for name in late if name in buckets]
+
+    def uses(self, bucket: Bucket) -> bool:
+        return any(source.bucket is bucket for source in (*self._sources, *self._late))
+
+    def unusable(self) -> tuple[Reason, str] | None:
+        """Why our contribution cannot be used, if so. Asked before and after reading it."""
+        if not self._givers:
+            return Reason.TRAINER_GONE, "no bucket is left"
+        if not all(source.intact() for source in self._givers):
+            return Reason.BUCKET_MODIFIED, "the trainer changed its bucket during the round"
+        return None
+
+    def contribution(self, part: Part) -> Tensor:
+        """Our values of a part; a view of the bucket where one trainer contributes."""
+        if len(self._givers) == 1:
+            return self._layout.part_view(self._givers[0].bucket.data, part)
+        together = PartAccumulator(part.numel, part.dtype, part.rule)
+        for source in self._givers:
+            together.add(self._layout.part_view(source.bucket.data, part), source.weight)
+        out = self._scratch.take("local", numel=part.numel, dtype=part.dtype)
+        together.mean(out)
+        return out
+
+    def apply(self, part: Part, values: Tensor) -> None:
+        """Put a result in place; the late trainers first, while our contribution is still there."""
+        for late in self._late:
+            if _writable(late):
+                self._apply_delta(late.bucket, part, values)
+        for source in self._sources:
+            if _writable(source):
+                self._layout.part_view(source.bucket.data, part).copy_(values)
+
+    def finish(self, applied: bytearray) -> None:
+        """The round is over. Late trainers add their bucket: parts without a result are zeros."""
+        for late in self._late:
+            for part in self._layout.parts:
+                if not applied[part.index] and _writable(late):
+                    self._apply_delta(late.bucket, part, None)
+
+    def _apply_delta(self, bucket: Bucket, part: Part, values: Tensor | None) -> None:
+        """Turn a late trainer's part into a delta, or add this round's. None: no result."""
+        deltas, out = bucket.deltas, self._layout.part_view(bucket.data, part)
+        if deltas is None:
+            return  # the call ended, and the bucket was handed back
+        first = part.index not in deltas.parts
+        if first and part.rule == "max":
+            deltas.own[part.index] = out.clone()
+        deltas.parts.add(part.index)
+        if values is not None and part.rule == "max":
+            max_delta(out, result=values, own=deltas.own[part.index])
+        elif values is not None and self.unusable() is None:
+            mean_delta(out, result=values, contribution=self.contribution(part), onto=not first)
+        elif first:
+            out.zero_()  # no result, or nobody knows any more what our contribution was
+
+
+def _sources(trainers: Sequence[tuple[str, float]], buckets: Mapping[str, Bucket]) -> list[Source]:
+    """Local trainers by weight; when all weights are 0 (a newcomer) they count alike."""
+    known = [(buckets[name], weight) for name, weight in trainers if name in buckets]
+    alike = not any(weight > 0 for _, weight in known)
+    return [Source(bucket, bucket.expected, 1.0 if alike else weight) for bucket, weight in known]
+
+
+def _late(bucket: Bucket) -> Source:
+    """A trainer that only gets the result. In a sweep it comes again, with its deltas so far."""
+    generation = bucket.expected
+    if bucket.deltas is None or bucket.deltas.generation != generation:
+        bucket.deltas = Deltas(generation)
+    return Source(bucket, generation)
+
+
+def _writable(source: Source) -> bool:
+    """A trainer that took its bucket back fills it with something new: that must survive."""
+    if not source.intact():
+        return False
+    source.bucket.writes += 1
+    return True

@@ -1,0 +1,95 @@
+"""The frame of a bulk link: 52 bytes of header, then the payload. Pure: bytes in, values out.
+
+One rule: a header from outside becomes a checked `Header` or a `RemoteProtocolError`, before one
+byte of its payload is read or one byte of memory is set aside for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from moshpitd.errors import LocalProtocolError, RemoteProtocolError
+
+WIRE_VERSION = 1
+RUN_BYTES = 8
+GROUP_BYTES = 16
+NO_RUN = bytes(RUN_BYTES)
+NO_GROUP = bytes(GROUP_BYTES)
+
+# version, kind, codec, flags, part, epoch, two zero bytes, run, group, contributors, length, crc32.
+_LAYOUT = struct.Struct("!BBBBIHH8s16sQII")
+HEADER_BYTES = _LAYOUT.size
+
+
+class FrameKind(IntEnum):
+    """What a frame carries. The first three belong to the caller, the others to the links themselves."""
+
+    CONTRIBUTION = 1
+    RESULT = 2
+    SNAPSHOT = 3
+    # First frame in both directions; its payload is the PeerID that the sender believes it talks to.
+    HELLO = 16
+    # Last frame in its direction; its payload says why in UTF-8. After it, silence is not a loss.
+    FAREWELL = 17
+    # Round trip; `contributors` holds the asker's clock and comes back unchanged.
+    PING = 18
+    PONG = 19
+
+
+CALLER_KINDS = frozenset({FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.SNAPSHOT})
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Everything about a payload except its bytes. `length` and `crc` are filled in by whoever sends it.
+
+    `contributors` is a bit mask of member indices: bit i is set when member i's contribution is in.
+    """
+
+    kind: FrameKind
+    run: bytes = NO_RUN
+    group: bytes = NO_GROUP
+    part: int = 0
+    epoch: int = 0
+    codec: int = 0
+    flags: int = 0
+    contributors: int = 0
+    length: int = 0
+    crc: int = 0
+
+    def pack(self, *, length: int, crc: int) -> bytes:
+        """The 52 bytes for a payload of `length` bytes whose crc32 is `crc`."""
+        if len(self.run) != RUN_BYTES or len(self.group) != GROUP_BYTES:
+            raise LocalProtocolError(
+                f"a frame header needs a run hash of {RUN_BYTES} and a group id of {GROUP_BYTES} "
+                f"bytes, not {len(self.run)} and {len(self.group)}"
+            )
+        try:
+            return _LAYOUT.pack(
+                WIRE_VERSION, self.kind, self.codec, self.flags, self.part, self.epoch, 0,
+                self.run, self.group, self.contributors, length, crc,
+            )  # fmt: skip
+        except struct.error as error:
+            raise LocalProtocolError(f"{self} does not fit its header: {error}") from error
+
+    @classmethod
+    def unpack(cls, raw: bytes | bytearray | memoryview, *, payload_bytes_max: int) -> Header:
+        """Check and read 52 bytes from a peer. A length above `payload_bytes_max` is refused here."""
+        version, kind, codec, flags, part, epoch, zero, run, group, contributors, length, crc = (
+            _LAYOUT.unpack(raw)
+        )
+        if version != WIRE_VERSION:
+            raise RemoteProtocolError(f"frame of version {version}, expected {WIRE_VERSION}")
+        try:
+            frame_kind = FrameKind(kind)
+        except ValueError:
+            raise RemoteProtocolError(f"frame of unknown kind {kind}") from None
+        if zero:
+            raise RemoteProtocolError("reserved bytes of a frame header are not zero")
+        if length > payload_bytes_max:
+            raise RemoteProtocolError(
+                f"frame announces {length} bytes of payload, at most {payload_bytes_max} are allowed"
+            )
+        return cls(frame_kind, run, group, part, epoch, codec, flags, contributors, length, crc)

@@ -1,0 +1,298 @@
+"""What must hold in every world, after every event. One rule: a check reads what was asked for and what really moved,
+never the state of a Peer, so that a Peer cannot be right by its own account only.
+
+The average is compared with a dumb twin: the weighted mean of the contributions as they lay in the
+buckets at Open, computed directly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moshpitd.core.effects import NOTES, Effect, Finish, Note, Send
+from moshpitd.core.messages import Group
+from moshpitd.core.outcome import Outcome, Status
+from moshpitd.errors import MoshpitError
+from moshpitd.sim.faults import Options
+from moshpitd.sim.nodes import Node, Payload, Round, Vector
+
+SLACK_S = 1e-3
+"""A deadline is met if Finish comes within this of it: timers are floats on clocks with an offset."""
+RTOL = 1e-12
+"""The order of additions differs between reducer and twin; float64 sums of 64 values agree to this."""
+STORY_LINES = 200
+"""Length of a transcript: what led to a failure is seldom further back than one round of one group."""
+ROUNDS_KEPT = 8
+"""Rounds remembered per peer: a sweep has as many as the grid has sides, and those are at most 8."""
+
+
+class Violation(MoshpitError):
+    """A property does not hold. Carries all that is needed to see it again: seed, options, time, and what the
+    peers involved saw and did before."""
+
+    def __init__(self, what: str, options: Options, at: float, transcript: str) -> None:
+        self.what, self.options, self.at, self.transcript = what, options, at, transcript
+        super().__init__(f"seed {options.seed} at {at:.6f} s: {what}\n{options}\n{transcript}")
+
+
+class Checks:
+    """Invariant: it holds no reference that a Peer could change."""
+
+    def __init__(self, options: Options, now: Callable[[], float]) -> None:
+        self._options, self._now = options, now
+        self._calls: dict[str, tuple[float, Node]] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._abandoned: dict[str, None] = {}
+        self._groups: dict[bytes, Group] = {}
+        self._reducers: dict[bytes, tuple[int, ...]] = {}
+        self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
+        self._results: dict[bytes, dict[int, list[tuple[int, Payload]]]] = {}
+        self._recent: dict[str, dict[bytes, dict[int, Payload]]] = {}  # peer -> its last rounds
+
+    def fail(self, what: str, *nodes: Node, cause: Exception | None = None) -> NoReturn:
+        who = ", ".join(node.peer_id for node in nodes)
+        raise Violation(f"{who} {what}", self._options, self._now(), transcript(nodes)) from cause
+
+    def died(self, node: Node) -> None:
+        """What its last rounds came to died with it."""
+        self._recent.pop(node.peer_id, None)
+
+    # -- calls end by their deadline ----------------------------------------------------------------
+
+    def called(self, node: Node, token: str, timeout_s: float) -> None:
+        deadline = self._now() + timeout_s + SLACK_S
+        self._calls[token] = (deadline, node)
+        heapq.heappush(self._deadlines, (deadline, token))
+
+    def abandoned(self, token: str) -> None:
+        """Nobody waits for this call any more (the daemon died, the trainer died or gave up)."""
+        if self._calls.pop(token, None) is not None:
+            self._abandoned[token] = None
+
+    def after_event(self) -> None:
+        while self._deadlines and self._deadlines[0][0] < self._now():
+            deadline, token = heapq.heappop(self._deadlines)
+            if token in self._calls:
+                self.fail(
+                    f"did not finish {token} by its deadline {deadline:.3f}", self._calls[token][1]
+                )
+
+    # -- effects ------------------------------------------------------------------------------------
+
+    def effect(self, node: Node, effect: Effect) -> None:
+        match effect:
+            case Finish():
+                self._finished(node, effect)
+            case Note() if effect.what not in NOTES:
+                self.fail(f"noted {effect.what!r}, which is not one of NOTES", node)
+            case Send() if (broken := _over_bound(effect.message)) is not None:
+                self.fail(f"sends {broken}", node)
+            case _:
+                pass
+
+    def _finished(self, node: Node, effect: Finish) -> None:
+        if effect.token in self._abandoned:
+            return
+        if self._calls.pop(effect.token, None) is None:
+            self.fail(f"finishes {effect.token}, which is not an open call", node)
+        outcome = effect.outcome
+        trainer = node.trainer(effect.trainer)
+        if trainer is None:
+            self.fail(f"finishes {effect.token} of unknown trainer {effect.trainer}", node)
+        if outcome.accepted and not np.isfinite(trainer.bucket).all():
+            self.fail(f"hands a bucket that is not finite to {effect.trainer}", node)
+        if outcome.status is Status.FAILED and outcome.reason is None:
+            self.fail("fails without a reason", node)
+        if outcome.status is Status.ALONE and outcome.group_size != 1:
+            self.fail(f"is alone in a group of {outcome.group_size}", node)
+        if outcome.status in (Status.COMPLETE, Status.PARTIAL) and outcome.group_id:
+            self._judge(node, outcome)
+
+    def _judge(self, node: Node, outcome: Outcome) -> None:
+        """The outcome against what really happened in its round (of a sweep: the worst of its last rounds)."""
+        results = self._recent.get(node.peer_id, {}).get(outcome.group_id)
+        group = self._groups.get(outcome.group_id)
+        if group is None or results is None:
+            self.fail("reports a round that it did not close lately", node)
+        parts = range(self._options.parts)
+        without = outcome.parts_without_result
+        missing = [part for part in parts if part not in results and part not in without]
+        if missing:
+            self.fail(f"claims results for parts {missing} that never arrived", node)
+        inside = [
+            member.peer_id
+            for index, member in enumerate(group.members)
+            if all(
+                index in results[part].contributors
+                for part in parts
+                if part in results and part not in without
+            )
+        ]
+        if not set(outcome.contributors) <= set(inside):
+            self.fail(
+                f"reports contributors {outcome.contributors}, in every part are {inside}", node
+            )
+        if outcome.participants != len(outcome.contributors):
+            self.fail(f"counts {outcome.participants} of {outcome.contributors}", node)
+        if outcome.status is Status.COMPLETE:
+            due = [member.peer_id for member in group.members if member.weight > 0.0]
+            if without or not set(due) <= set(outcome.contributors):
+                self.fail(
+                    f"calls it complete with {outcome.contributors} of {due}, without {without}",
+                    node,
+                )
+        if self._options.rounds == 1 and outcome.version != 1 + max(
+            m.version for m in group.members
+        ):
+            self.fail(f"ends at version {outcome.version}, not one past the largest in Begin", node)
+
+    # -- rounds ---------------------------------------------------------------------------------------
+
+    def opened(self, node: Node, round_: Round) -> None:
+        group, open_ = round_.group, node.plane.rounds
+        if open_:
+            self.fail(
+                f"opens group {group.group_id.hex()[:8]} inside {next(iter(open_)).hex()[:8]}", node
+            )
+        known = self._groups.setdefault(group.group_id, group)
+        if known != group:
+            self.fail(f"knows another group under the id {group.group_id.hex()[:8]}", node)
+        if self._reducers.setdefault(group.group_id, round_.reducers) != round_.reducers:
+            self.fail(f"assigns other reducers: {round_.reducers}", node)
+        names = [member.peer_id for member in group.members]
+        if not 2 <= len(names) <= self._options.params.max_group or len(set(names)) != len(names):
+            self.fail(f"opens a group of {names}", node)
+        if names[round_.index] != node.peer_id:
+            self.fail(f"takes the place of {names[round_.index]}", node)
+        if group.members[round_.index].weight != round_.weight:
+            self.fail(
+                f"opens with weight {round_.weight}, Begin says {group.members[round_.index].weight}",
+                node,
+            )
+        if len(round_.reducers) != self._options.parts or not all(
+            0 <= r < len(names) for r in round_.reducers
+        ):
+            self.fail(f"has {self._options.parts} parts and reducers {round_.reducers}", node)
+        share = self._contributions.setdefault(group.group_id, {})
+        if round_.index in share:
+            self.fail(f"opens group {group.group_id.hex()[:8]} a second time", node)
+        share[round_.index] = (round_.weight, round_.value.copy())
+
+    def averaged(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
+        """The dumb twin."""
+        shares = self._contributions[round_.group.group_id]
+        size = self._options.elements
+        where = slice(part * size, (part + 1) * size)
+        for index in payload.contributors:
+            if index not in shares:
+                self.fail(f"averages part {part} with member {index}, which never opened", node)
+        total = math.fsum(shares[index][0] for index in payload.contributors)
+        for at, mean in enumerate(payload.values.tolist()):
+            each = [
+                (shares[index][0], shares[index][1][where][at]) for index in payload.contributors
+            ]
+            twin = math.fsum(weight * float(value) for weight, value in each) / total
+            if not math.isclose(mean, twin, rel_tol=RTOL, abs_tol=RTOL):
+                self.fail(
+                    f"averages element {at} of part {part} to {mean!r}, the twin to {twin!r}", node
+                )
+
+    def closed(self, node: Node, round_: Round) -> None:
+        """Members in each other's contributor sets hold the same bits."""
+        recent = self._recent.setdefault(node.peer_id, {})
+        recent[round_.group.group_id] = dict(round_.results)
+        if len(recent) > ROUNDS_KEPT:
+            del recent[next(iter(recent))]
+        seen = self._results.setdefault(round_.group.group_id, {})
+        size = self._options.elements
+        for part, payload in round_.results.items():
+            where = slice(part * size, (part + 1) * size)
+            for name, bucket in round_.buckets.items():
+                if bucket[where].tobytes() != payload.values.tobytes():
+                    self.fail(
+                        f"closes with other values in the bucket of {name} than the result", node
+                    )
+            for index, other in seen.setdefault(part, []):
+                if (
+                    other.crc != payload.crc
+                    and index in payload.contributors
+                    and round_.index in other.contributors
+                ):
+                    self.fail(
+                        f"holds other bits of part {part} than {round_.group.members[index].peer_id}",
+                        node,
+                    )
+            seen[part].append((round_.index, payload))
+
+    def serving(self, node: Node) -> None:
+        if len(node.plane.outgoing) > self._options.params.snapshot_slots:
+            self.fail(f"serves {len(node.plane.outgoing)} snapshots at once", node)
+
+
+def _over_bound(message: object) -> str | None:
+    """The first tuple of a message, at any depth, that is longer than its field allows."""
+    for name, limit, nested in _bounds(type(message)):
+        value = getattr(message, name)
+        if limit is not None and len(value) > limit:
+            return f"{type(message).__name__}.{name} with {len(value)} entries, allowed are {limit}"
+        if nested:
+            for inner in value if isinstance(value, tuple) else (value,):
+                if is_dataclass(inner) and (broken := _over_bound(inner)) is not None:
+                    return broken
+    return None
+
+
+_BOUNDS: dict[type, list[tuple[str, int | None, bool]]] = {}
+
+
+def _bounds(kind: type) -> list[tuple[str, int | None, bool]]:
+    """(field, limit, may hold messages) of those fields that have a bound or may hold something that does."""
+    known = _BOUNDS.get(kind)
+    if known is None:
+        known = []
+        for one in fields(kind) if is_dataclass(kind) else ():
+            limit = one.metadata.get("max")
+            nested = any(word in str(one.type) for word in ("Record", "Group", "Member", "Shape"))
+            if limit is not None or nested:
+                known.append((one.name, limit, nested))
+        _BOUNDS[kind] = known
+    return known
+
+
+# -- transcripts --------------------------------------------------------------------------------------
+
+
+def transcript(nodes: Iterable[Node]) -> str:
+    """What these nodes saw and did, merged by time, the last STORY_LINES lines."""
+    lines: list[tuple[float, int, str]] = []
+    for node in nodes:
+        for at, item in node.story:
+            text = item if isinstance(item, str) else brief(item)
+            lines.append((at, len(lines), f"{at:12.6f} {node.peer_id} {text}"))
+    return "\n".join(text for _, _, text in sorted(lines)[-STORY_LINES:])
+
+
+def brief(value: Any) -> str:
+    """One line for an event, effect or message: default fields, long tuples and hashes cut short."""
+    if isinstance(value, bytes):
+        return value.hex()[:8] or "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple):
+        head = ", ".join(brief(item) for item in value[:4])
+        return f"({head}{f', ... {len(value)}' if len(value) > 4 else ''})"
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = [
+            f"{one.name}={brief(item)}"
+            for one in fields(value)
+            if (item := getattr(value, one.name)) != one.default
+            and not (isinstance(item, dict | tuple) and not item)
+        ]
+        return f"{type(value).__name__}({', '.join(shown)})"
+    return str(value)

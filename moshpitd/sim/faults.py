@@ -1,0 +1,224 @@
+"""What a world is like and what goes wrong in it, drawn from one seed. One rule: every option and every fault has a
+stream of its own, so that adding one does not shift the draws of another and old seeds keep their meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from random import Random
+from typing import Any
+
+from moshpitd.core.params import Params
+
+
+def stream(seed: int, *names: object) -> Random:
+    """The generator that belongs to these names: a function of seed and names alone, not of who drew before."""
+    name = "/".join(str(part) for part in (seed, *names))
+    return Random(int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "big"))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything about a world but the draws themselves. Durations are seconds of world time, chances 0..1.
+
+    Invariant: with the last group (faults) at its defaults nothing ever fails, so a world that
+    fails then has found a bug of the protocol's happy path.
+    """
+
+    seed: int = 0
+    params: Params = field(default_factory=Params)
+    peers: int = 50
+    trainers: int = 1
+    """Trainers on each node."""
+    parts: int = 6
+    elements: int = 3
+    """float64 values in each part: few, because the averages are computed for real."""
+    part_bytes: int = 1 << 20
+    """What a part weighs on the wire and in Attached; only time depends on it."""
+    same_start: bool = False
+    """All trainers start from the same values (one init seed) instead of each from its own."""
+    join_spread_s: float = 2.0
+    """Nodes start within this time."""
+    newcomers: int = 0
+    """That many of the nodes start in the middle of phase one."""
+    max_weight: int = 64
+    """Weights are drawn from 1..this."""
+    rounds: int = 1
+    """`rounds` of every call: 1, or 0 for a sweep."""
+    call_timeout_s: float = 60.0
+
+    compute_s: float = 3.0
+    """Median time between the end of a call and the next."""
+    compute_sigma: float = 0.2
+    """Spread of that between nodes (lognormal), for ever."""
+    compute_jitter: float = 0.1
+    """Spread of that from step to step."""
+    latency_s: float = 0.02
+    """Median one-way delay of a link."""
+    latency_sigma: float = 0.5
+    jitter_sigma: float = 0.1
+    """Spread of one link's delays from message to message; it also reorders them."""
+    directory_s: float = 0.1
+    """Median time of one directory operation."""
+    directory_sigma: float = 0.5
+    rate_mbps: float = 1000.0
+    rate_sigma: float = 0.3
+    clock_spread_s: float = 1e6
+    """Each node's monotonic clock starts somewhere in here: no two share one."""
+
+    undialable: float = 0.0
+    """Share of nodes behind a NAT: nobody can open a link to them."""
+    loss: float = 0.0
+    """Chance that a control message is lost..."""
+    loss_silent: float = 0.5
+    """...and that its sender is not told."""
+    stale: float = 0.0
+    """Chance that what is stored in the directory shows up only `stale_s` later (median)."""
+    stale_s: float = 5.0
+    hidden: float = 0.0
+    """Chance that a record is missing from one answer."""
+    directory_fails: float = 0.0
+    """Chance that a directory operation fails outright."""
+    cut: float = 0.0
+    """Chance that the link of a pair breaks in a round although both live."""
+    refused: float = 0.0
+    """Chance that a contribution is refused at the door (not finite)."""
+    impatient: float = 0.0
+    """Chance that a trainer gives up a call early."""
+    kills: float = 0.0
+    """Expected deaths of a daemon per node in phase one."""
+    vanish: float = 0.0
+    """Share of deaths that close no connection (power, network gone)."""
+    forget: float = 0.0
+    """Share of deaths that take the trainers and their parameters along."""
+    leave: float = 0.0
+    """Share of deaths without return."""
+    back_s: float = 5.0
+    """Median time until a dead daemon is back."""
+    trainer_deaths: float = 0.0
+    """Expected deaths of a trainer (its daemon lives) per node in phase one."""
+    drains: float = 0.0
+    """Share of nodes that get a preemption notice in phase one and leave for good."""
+    drain_s: float = 10.0
+    """From notice to end."""
+
+    faults_s: float = 0.0
+    """Length of phase one. After it nothing fails any more."""
+    goal: int = 2
+    """Complete rounds that every survivor must finish in phase two..."""
+    bound_s: float = 240.0
+    """...within this time."""
+
+
+def draw(seed: int, *, peers: int = 50, max_group: int | None = None) -> Options:
+    """The world of a seed. Which faults exist at all is drawn too: a fault that is always on hides what happens without it."""
+    chosen: dict[str, Any] = {
+        name: pick(stream(seed, "option", name)) for name, pick in DRAWN.items()
+    }
+    options = replace(Options(seed=seed, peers=peers, faults_s=60.0), **chosen)
+    group = max_group or stream(seed, "option", "max_group").choice((8, 16))
+    return replace(options, params=replace(Params(), max_group=group))
+
+
+def _sometimes(chance: float, low: float, high: float) -> Callable[[Random], float]:
+    """0 or, with `chance`, something between `low` and `high`."""
+
+    def pick(rng: Random) -> float:
+        amount = rng.uniform(low, high)
+        return amount if rng.random() < chance else 0.0
+
+    return pick
+
+
+DRAWN: dict[
+    str, Callable[[Random], object]
+] = {  # option -> how it is drawn; each from its own stream
+    "trainers": lambda rng: rng.choice((1, 1, 1, 2)),
+    "parts": lambda rng: rng.choice((1, 3, 6, 12)),
+    "same_start": lambda rng: rng.random() < 0.3,
+    "join_spread_s": lambda rng: rng.choice((0.2, 2.0, 10.0)),
+    "newcomers": lambda rng: rng.choice((0, 3, 8)),
+    "rounds": lambda rng: rng.choice((1, 1, 0)),
+    "compute_s": lambda rng: rng.choice((1.0, 3.0, 6.0)),
+    "compute_sigma": lambda rng: rng.choice((0.0, 0.2, 0.5)),
+    "latency_s": lambda rng: rng.choice((0.001, 0.02, 0.08)),
+    "latency_sigma": lambda rng: rng.choice((0.0, 0.5, 1.0)),
+    "jitter_sigma": lambda rng: rng.choice((0.0, 0.1, 0.5)),
+    "directory_s": lambda rng: rng.choice((0.03, 0.1, 0.5)),
+    "undialable": _sometimes(0.4, 0.02, 0.4),
+    "loss": _sometimes(0.6, 0.001, 0.05),
+    "stale": _sometimes(0.5, 0.02, 0.3),
+    "hidden": _sometimes(0.5, 0.01, 0.2),
+    "directory_fails": _sometimes(0.4, 0.01, 0.1),
+    "cut": _sometimes(0.4, 0.0005, 0.005),
+    "refused": _sometimes(0.4, 0.01, 0.05),
+    "impatient": _sometimes(0.3, 0.005, 0.02),
+    "kills": _sometimes(0.8, 0.05, 0.6),
+    "vanish": lambda rng: rng.choice((0.0, 0.3, 1.0)),
+    "forget": lambda rng: rng.choice((0.0, 0.5, 1.0)),
+    "leave": lambda rng: rng.choice((0.0, 0.2, 0.5)),
+    "back_s": lambda rng: rng.choice((0.5, 5.0, 15.0)),
+    "trainer_deaths": _sometimes(0.4, 0.02, 0.2),
+    "drains": _sometimes(0.4, 0.02, 0.15),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong on one node at one time.
+
+    `what`: "kill" (the daemon), "trainer" (one trainer), "drain" (a notice, then the end).
+    `back_after_s` None: it does not return. `forgets`: the trainers' parameters are lost too.
+    """
+
+    at: float
+    node: int
+    what: str
+    silent: bool = False
+    back_after_s: float | None = None
+    forgets: bool = False
+
+
+def plan(options: Options) -> list[Fault]:
+    """Every fault of phase one that is known beforehand, in order of time."""
+    faults: list[Fault] = []
+    for node in range(options.peers):
+        faults += _kills(options, node)
+        rng = stream(options.seed, "fault", "trainer", node)
+        if rng.random() < options.trainer_deaths:
+            at, back = (
+                rng.uniform(0.0, options.faults_s),
+                rng.lognormvariate(0.0, 0.5) * options.back_s,
+            )
+            faults.append(
+                Fault(at, node, "trainer", back_after_s=back, forgets=rng.random() < options.forget)
+            )
+        rng = stream(options.seed, "fault", "drain", node)
+        if rng.random() < options.drains:
+            faults.append(Fault(rng.uniform(0.0, options.faults_s), node, "drain"))
+    return sorted(faults, key=lambda fault: (fault.at, fault.node, fault.what))
+
+
+def _kills(options: Options, node: int) -> list[Fault]:
+    """Deaths at exponential intervals. Every draw is made whether it is used or not, so that an
+    option that changes one property of the deaths leaves the others as they were."""
+    rng = stream(options.seed, "fault", "kill", node)
+    found: list[Fault] = []
+    at = 0.0
+    while options.kills > 0:
+        at += rng.expovariate(options.kills / options.faults_s)
+        silent, forgets, leaves = (rng.random() for _ in range(3))
+        back = rng.lognormvariate(0.0, 0.5) * options.back_s
+        if at >= options.faults_s:
+            break
+        gone = leaves < options.leave
+        found.append(
+            Fault(
+                at, node, "kill", silent=silent < options.vanish,
+                back_after_s=None if gone else back, forgets=forgets < options.forget,
+            )
+        )  # fmt: skip
+        if gone:
+            break
+    return found

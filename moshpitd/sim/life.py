@@ -1,0 +1,309 @@
+"""Births, deaths and daily work: when daemons start, die and return, and what trainers do between calls. One rule: it
+tells Peers what happened to them and their trainers, as facts; it never looks into one."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+
+from moshpitd.core.effects import Finish
+from moshpitd.core.events import (
+    Addressed,
+    Attached,
+    Cancelled,
+    Contributed,
+    ContributionRefused,
+    Drained,
+    Event,
+    TrainerGone,
+)
+from moshpitd.core.outcome import Status
+from moshpitd.sim.bulk import Bulk
+from moshpitd.sim.checks import Checks
+from moshpitd.sim.faults import Fault, Options, plan, stream
+from moshpitd.sim.nodes import MakePeer, Node, Plane, Trainer, Vector, digest_of
+
+SCHEMA = b"sim schema 00000"
+STORY = 256
+"""Events and effects kept per node for the transcript of a failure."""
+
+
+class Outside(Protocol):
+    """What life needs of the world."""
+
+    now: float
+    nodes: list[Node]
+    checks: Checks
+    bulk: Bulk
+
+    def later(self, delay: float, call: Callable[..., None], *args: Any) -> None: ...
+
+    def post(self, delay: float, node: Node, event: Event) -> None: ...
+
+    def tell(self, node: Node, event: Event) -> None: ...
+
+
+class Life:
+    """Invariant: a trainer has at most one open call, and no call outlives the daemon that it was made to."""
+
+    def __init__(self, world: Outside, options: Options, make: MakePeer) -> None:
+        self._world, self._options, self._make = world, options, make
+        self._refused = stream(options.seed, "refused")
+        self._impatient = stream(options.seed, "impatient")
+        # (node, trainer) of those that have not reached the goal of phase two.
+        self._due: dict[tuple[int, int], None] = {}
+        self.calm = False
+        self.outcomes: Counter[str] = Counter()
+        self.sizes: Counter[int] = Counter()
+
+    def populate(self) -> None:
+        """Put all births, and all deaths that are known beforehand, on the heap."""
+        options, joins = self._options, stream(self._options.seed, "joins")
+        for node in self._world.nodes:
+            at = joins.uniform(0.0, options.join_spread_s)
+            if node.index >= options.peers - options.newcomers:
+                at = options.faults_s * joins.uniform(0.2, 0.8)
+            self._world.later(at, self._return, node)
+        for fault in plan(options):
+            self._world.later(fault.at, self._suffer, fault)
+
+    def settle(self) -> None:
+        """Phase two begins: the dead come back, and everybody starts to count."""
+        self.calm = True
+        for node in self._world.nodes:
+            if node.gone:
+                continue
+            self._return(node)
+            for trainer in node.trainers:
+                self._return_trainer(node, trainer)
+                trainer.complete = 0
+                self._due[(node.index, trainer.number)] = None
+
+    def satisfied(self) -> bool:
+        return self.calm and not self._due
+
+    def late(self) -> list[Node]:
+        """Nodes whose trainers have not reached the goal."""
+        return [
+            self._world.nodes[index] for index in dict.fromkeys(index for index, _ in self._due)
+        ]
+
+    # -- daemons ----------------------------------------------------------------------------------
+
+    def start(self, node: Node) -> None:
+        """A new daemon under the node's old PeerID; its trainers attach."""
+        node.incarnation += 1
+        node.vanished = False
+        node.timer = None
+        rng = stream(self._options.seed, "peer", node.index, node.incarnation)
+        node.peer = self._make(self._options.params, node.peer_id, rng, node.incarnation)
+        address, plane = (f"/sim/{node.index}",), node.plane
+        here = Addressed(address if node.dialable else (), address, plane.up_mbps, plane.down_mbps)
+        self._world.post(0.0, node, here)
+        for trainer in node.trainers:
+            if trainer.alive:
+                self.attach(node, trainer)
+
+    def kill(self, node: Node, *, silent: bool = False, forgets: bool = False) -> None:
+        """The daemon dies at once. Its trainers live on with their values, unless the machine forgets."""
+        if node.peer is None:
+            return
+        node.story.append((self._world.now, "-- killed --"))
+        node.peer, node.vanished, node.died_at = None, silent, self._world.now
+        node.incarnation += 1  # nothing that is on its way may find the next daemon
+        for trainer in node.trainers:
+            self._disconnect(trainer)
+            if forgets:
+                _forget(self._options, node, trainer)
+        self._world.checks.died(node)
+        self._world.bulk.died(node, self._world.nodes)
+
+    def _suffer(self, fault: Fault) -> None:
+        node = self._world.nodes[fault.node]
+        if node.peer is None or node.gone:
+            return
+        trainer = node.trainers[0]
+        if fault.what == "kill":
+            self.kill(node, silent=fault.silent, forgets=fault.forgets)
+            node.gone = fault.back_after_s is None
+            if fault.back_after_s is not None:
+                self._world.later(fault.back_after_s, self._return, node)
+        elif fault.what == "trainer":
+            self.lose_trainer(node, trainer, forgets=fault.forgets)
+            self._world.later(fault.back_after_s or 0.0, self._return_trainer, node, trainer)
+        else:
+            node.gone = True
+            self._world.tell(node, Drained())
+            self._world.later(self._options.drain_s, self.kill, node)
+
+    def _return(self, node: Node) -> None:
+        if node.peer is None and not node.gone:
+            self.start(node)
+
+    # -- trainers ---------------------------------------------------------------------------------
+
+    def attach(self, node: Node, trainer: Trainer) -> None:
+        """The trainer (re-)attaches with what it knows of its past, and goes on computing."""
+        first = not any(other.attached for other in node.trainers)
+        trainer.alive = trainer.attached = True
+        trainer.attachments += 1
+        trainer.name = f"t{trainer.number}.{trainer.attachments}"
+        trainer.bucket = trainer.values.copy()
+        if first and (node.plane.copy is None or node.plane.copy_version <= trainer.version):
+            # What the first trainer brings is the node's state, and what a newcomer would get.
+            node.plane.copy, node.plane.copy_version = trainer.values.copy(), trainer.version
+        event = Attached(
+            trainer=trainer.name,
+            schema=SCHEMA,
+            schema_text=f"{self._options.parts * self._options.elements} x float64",
+            part_sizes=(self._options.part_bytes,) * self._options.parts,
+            digest=digest_of(trainer.values),
+            version=trainer.version,
+            founder=trainer.lineage.founder,
+            founder_digest=trainer.lineage.digest,
+        )
+        self._world.post(0.0, node, event)
+        self._compute(node, trainer)
+
+    def lose_trainer(self, node: Node, trainer: Trainer, *, forgets: bool = False) -> None:
+        """A trainer dies; its daemon notices the broken stream."""
+        if not trainer.alive:
+            return
+        self._disconnect(trainer)
+        trainer.alive = False
+        if forgets:
+            _forget(self._options, node, trainer)
+        self._world.tell(node, TrainerGone(trainer.name))
+
+    def _return_trainer(self, node: Node, trainer: Trainer) -> None:
+        if not trainer.alive:
+            trainer.alive = True
+            if node.peer is not None and not node.gone:
+                self.attach(node, trainer)
+
+    def _disconnect(self, trainer: Trainer) -> None:
+        trainer.attached = False
+        self._world.checks.abandoned(trainer.token)
+        trainer.token = ""
+
+    def _compute(self, node: Node, trainer: Trainer) -> None:
+        jitter = self._options.compute_jitter
+        seconds = trainer.compute_s * (trainer.rng.lognormvariate(0.0, jitter) if jitter else 1.0)
+        self._world.later(seconds, self._contribute, node, trainer, trainer.name)
+
+    def _contribute(self, node: Node, trainer: Trainer, name: str) -> None:
+        if trainer.name != name or not trainer.attached:
+            return  # that step was computed for an attachment that is over
+        if any(
+            name in round_.buckets or name in round_.late for round_ in node.plane.rounds.values()
+        ):
+            self._compute(node, trainer)  # it gave up a call whose round still owns the bucket
+            return
+        trainer.calls += 1
+        trainer.values += trainer.step
+        trainer.bucket[:] = trainer.values
+        weight = trainer.rng.randint(1, self._options.max_weight)
+        if (
+            not self.calm
+            and self._options.refused
+            and self._refused.random() < self._options.refused
+        ):
+            self._compute(node, trainer)
+            self._world.tell(node, ContributionRefused(trainer.name))
+            return
+        timeout_s = self._options.call_timeout_s
+        trainer.token = token = f"{node.peer_id}.{trainer.name}.{trainer.calls}"
+        self._world.checks.called(node, token, timeout_s)
+        if (
+            not self.calm
+            and self._options.impatient
+            and self._impatient.random() < self._options.impatient
+        ):
+            patience = self._impatient.uniform(0.0, 10.0)
+            self._world.later(patience, self._give_up, node, trainer, token)
+        rounds = self._options.rounds
+        self._world.tell(
+            node, Contributed(trainer.name, token, weight, rounds=rounds, timeout_s=timeout_s)
+        )
+
+    def _give_up(self, node: Node, trainer: Trainer, token: str) -> None:
+        if trainer.token == token:
+            self._disconnect(trainer)
+            trainer.attached = True
+            self._compute(node, trainer)
+            self._world.tell(node, Cancelled(token))
+
+    def finished(self, node: Node, effect: Finish) -> None:
+        """The end of a call: copy back what was accepted, and compute the next step."""
+        outcome, trainer = effect.outcome, node.trainer(effect.trainer)
+        failed = outcome.status is Status.FAILED
+        self.outcomes[f"failed:{outcome.reason}" if failed else str(outcome.status)] += 1
+        if trainer is None or trainer.token != effect.token:
+            return
+        trainer.token = ""
+        trainer.outcomes.append(outcome)
+        if outcome.accepted:
+            trainer.values[:] = trainer.bucket
+            trainer.version = outcome.version
+            trainer.lineage = node.peer.lineage if node.peer is not None else trainer.lineage
+        if outcome.group_size > 1:
+            self.sizes[outcome.group_size] += 1
+        # Whoever is the last one left can only be alone.
+        if outcome.status is Status.COMPLETE or (self.calm and self._only(node) and not failed):
+            trainer.complete += 1
+            if trainer.complete >= self._options.goal:
+                self._due.pop((node.index, trainer.number), None)
+        self._compute(node, trainer)
+
+    def _only(self, node: Node) -> bool:
+        return all(other is node or other.gone for other in self._world.nodes)
+
+
+def make_nodes(options: Options) -> list[Node]:
+    return [_node(options, index) for index in range(options.peers)]
+
+
+def _node(options: Options, index: int) -> Node:
+    """The machine: what it is like depends on the seed and its index alone."""
+    seed = options.seed
+    # Hashed, so that the order of PeerIDs (which decides who leads) is not the order of birth.
+    peer_id = f"{blake2b(f'{seed}/id/{index}'.encode(), digest_size=2).hexdigest()}.{index}"
+    rate = options.rate_mbps * stream(seed, "rate", index).lognormvariate(0.0, options.rate_sigma)
+    return Node(
+        index=index,
+        peer_id=peer_id,
+        clock_offset=stream(seed, "clock", index).uniform(0.0, options.clock_spread_s),
+        dialable=stream(seed, "undialable", index).random() >= options.undialable,
+        trainers=[_trainer(options, index, number) for number in range(options.trainers)],
+        plane=Plane(up_mbps=rate, down_mbps=rate),
+        story=deque(maxlen=STORY),
+    )
+
+
+def _trainer(options: Options, index: int, number: int) -> Trainer:
+    speed = stream(options.seed, "compute", index, number)
+    compute_s = options.compute_s * speed.lognormvariate(0.0, options.compute_sigma)
+    return Trainer(
+        number=number,
+        values=_initial(options, index, number, "init"),
+        step=0.01 * _initial(options, index, number, "step"),
+        compute_s=compute_s,
+        rng=speed,
+    )
+
+
+def _initial(options: Options, index: int, number: int, what: str) -> Vector:
+    """Standard normal values. With `same_start` all trainers get the same initial ones, never the same steps."""
+    names = (what,) if what == "init" and options.same_start else (what, index, number)
+    rng = stream(options.seed, *names)
+    return np.array([rng.gauss(0.0, 1.0) for _ in range(options.parts * options.elements)])
+
+
+def _forget(options: Options, node: Node, trainer: Trainer) -> None:
+    """The process is gone: fresh parameters, no past."""
+    trainer.values[:] = _initial(options, node.index, trainer.number, "init")
+    trainer.version, trainer.lineage = 0, type(trainer.lineage)()

