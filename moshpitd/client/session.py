@@ -301,8 +301,16 @@ class Session:
                 bucket.add_to(tensors)
             else:
                 bucket.copy_to(tensors)
-        if result.applied or result.status == "alone":
-            self._lineage = _Lineage(result.version, result.founder, result.founder_digest)
+        # A sync that loaded nothing found the trainer current: that is an answer about it as well.
+        current = result.status == "complete" and result.rounds == 0
+        if result.applied or result.status == "alone" or current:
+            old = self._lineage
+            named = result.founder != ""  # a daemon that knows of no lineage takes none away
+            self._lineage = _Lineage(
+                version=result.version,
+                founder=result.founder if named else old.founder,
+                digest=result.founder_digest if named else old.digest,
+            )
 
     def _tensors(self) -> list[Tensor]:
         """The tensors of now, in the order of the specs that the daemon knows."""

@@ -74,7 +74,6 @@ class Round:
     effects: list[Effect] = field(default_factory=list)
 
     # -- what drives it
-    # ---------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
         members = self.group.members
@@ -245,7 +244,6 @@ class Round:
         return len(self.part_sizes) - self.missing
 
     # -- parts
-    # --------------------------------------------------------------------------------------------------------
 
     def _clear(self, part: int, sender: int) -> None:
         """`sender` is in the part, or will not be: stop waiting for it there."""
@@ -323,7 +321,6 @@ class Round:
             self._note("part_without_result", reason=reason.value, part=part)
 
     # -- members
-    # ------------------------------------------------------------------------------------------------------
 
     def _touch(self, index: int, now: float) -> None:
         if 0 <= index < len(self.lanes):
@@ -360,7 +357,6 @@ class Round:
         return None
 
     # -- the end
-    # ------------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
         if self.finished is not None or self.missing or self.closing:
@@ -380,20 +376,15 @@ class Round:
     def _outcome(self) -> Outcome:
         members = self.group.members
         for i, lane in enumerate(self.lanes):
-            if (
-                i != self.index
-                and lane.parity is not None
-                and not lane.parity_without
-                and not self.without
-            ):
-                if lane.parity != self._digest():
-                    self._note("parity_differs", peer=members[i].peer_id)
+            whole = not lane.parity_without and not self.without
+            if i != self.index and whole and lane.parity not in (None, self._digest()):
+                self._note("parity_differs", peer=members[i].peer_id)
         expected = sum(1 << i for i, m in enumerate(members) if m.weight > 0)
         inside = self._intersection()
         excluded = tuple(
             (members[i].peer_id, lane.gone or lane.muted or Reason.WITHDRAWN)
             for i, lane in enumerate(self.lanes)
-            if lane.gone or lane.muted or (expected >> i & 1 and not inside >> i & 1)
+            if (expected & ~inside) >> i & 1 or self._owed_in_vain(i)
         )
         without = tuple(sorted(self.without))
         if without and not self.contributors:
@@ -426,6 +417,9 @@ class Round:
             total_weight=float(sum(members[i].weight for i in _bits(inside))),
             group_id=self.group.group_id,
         )
+
+    def _owed_in_vain(self, index: int) -> bool:
+        return any(self.reducers[part] == index for part in self.without)
 
     def _end(self, now: float, outcome: Outcome) -> None:
         if self.reducers:

@@ -185,7 +185,6 @@ class CatchUp:
             self._end(reason)
 
     # -- steps
-    # ----------------------------------------------------------------------------------------------------------
 
     def _ask(self, now: float) -> None:
         self.step = Step.ASKING
@@ -252,7 +251,8 @@ class CatchUp:
         elif digest:
             self._strike(self.donor, Reason.DIGEST, now)
             self._next_donor(Reason.DIGEST, now)
-        else:  # it has moved on, or is gone: ask the next; when nobody can say, the donor's own word has to do
+        else:
+            # It has moved on, or is gone: ask the next. If nobody knows, the donor's word has to do.
             self.witnesses.pop(0)
             self._ask_witness(now)
 

@@ -97,7 +97,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The directory's answer for `key`, our own record left out. `ok` false: nobody could be asked."""
+    """The directory's answer for `key`, without our record. `ok` false: nobody could be asked."""
 
     key: str
     records: tuple[Record, ...]
@@ -124,7 +124,7 @@ class PartArrived:
 
 @dataclass(frozen=True, slots=True)
 class PartRefused:
-    """A contribution (or a result) failed the guard: it touched nothing. A strike for its sender."""
+    """A contribution (or a result) failed the guard and touched nothing: a strike."""
 
     group_id: bytes
     part: int

@@ -13,11 +13,11 @@ with a sentence.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from moshpitd.core.effects import Effect, Send
+from moshpitd.core.group import form_group, group_id_of
 from moshpitd.core.messages import (
     Accepted,
     Begin,
@@ -27,7 +27,6 @@ from moshpitd.core.messages import (
     Join,
     Later,
     Leave,
-    Member,
     Message,
     Record,
     Redirect,
@@ -86,7 +85,9 @@ class Attempt:
     nonce: int
     started: float
     deadline_at: float
-    expected: int = 0  # members that a full line of the grid has; 0 in the flat group, where all candidates are known
+    expected: int = (
+        0  # members of a full line of the grid; 0 in the flat group, where all are known
+    )
     codec: str = "float32"
     looked_up: bool = False
     settle_until: float = 0.0
@@ -104,7 +105,6 @@ class Attempt:
     look_up_by: float = 0.0
 
     # -- what drives it
-    # -------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
         self.window_end = min(now + self.params.window_s, self.deadline_at)
@@ -258,7 +258,6 @@ class Attempt:
         return [p for p, c in self.candidates.items() if c.answer is Answer.LATER]
 
     # -- answers
-    # ----------------------------------------------------------------------------------------------------
 
     def _on_invite(self, sender: str, message: Invite, now: float) -> None:
         self.add(message.record, now)
@@ -362,7 +361,6 @@ class Attempt:
         self._decide(now)
 
     # -- decisions
-    # --------------------------------------------------------------------------------------------------
 
     def _decide(self, now: float) -> None:
         if self.over or self.following is not None:
@@ -417,51 +415,13 @@ class Attempt:
         self._begin() if joined else self.abandon(Reason.NO_PEERS)
 
     def _begin(self) -> None:
-        members = [self._member(self.me, self.number, self.weight, self.newcomer)]
-        for candidate in self.candidates.values():
-            if candidate.answer is Answer.JOINED and candidate.join is not None:
-                join = candidate.join
-                members.append(self._member(join.record, join.attempt, join.weight, join.newcomer))
-        members.sort(key=lambda member: member.peer_id)
-        latest = max(member.version for member in members)
-        # A newcomer whose snapshot is older than the group contributes nothing: it receives the
-        # average and is current whatever the snapshot's age. One that is current (a cold start) has
-        # trained like everybody else.
-        members = [
-            replace(m, weight=0.0) if m.newcomer and m.version < latest else m for m in members
-        ]
-        group = Group(
-            group_id=b"",
-            key=self.key,
-            leader=self.me.peer_id,
-            nonce=self.nonce,
-            round=self.me.round,
-            shape=self.me.shape,
-            schema=self.me.schema,
-            lineage=self.me.lineage,
-            codec=self.codec,
-            members=tuple(members),
-        )
-        self.group = replace(group, group_id=group_id_of(group))
-        for member in members:
-            if member.peer_id != self.me.peer_id:
-                self._send(member.peer_id, Begin(self.group))
-
-    @staticmethod
-    def _member(record: Record, attempt: int, weight: float, newcomer: bool) -> Member:
-        return Member(
-            peer_id=record.peer_id,
-            attempt=attempt,
-            weight=weight,
-            version=record.version,
-            newcomer=newcomer,
-            up_mbps=record.up_mbps,
-            down_mbps=record.down_mbps,
-            addresses=record.addresses,
-        )
+        mine = Join(self.key, self.number, self.me, self.weight, self.newcomer)
+        joins = [c.join for c in self.candidates.values() if c.answer is Answer.JOINED and c.join]
+        self.group = form_group(mine, joins, nonce=self.nonce, codec=self.codec)
+        for join in joins:
+            self._send(join.record.peer_id, Begin(self.group))
 
     # -- small steps
-    # ------------------------------------------------------------------------------------------------
 
     def _join(self, leader: str, now: float) -> None:
         self.following = Following(leader, now)
@@ -499,24 +459,3 @@ class Attempt:
 
     def _send(self, to: str, message: Message) -> None:
         self.effects.append(Send(to, message))
-
-
-def group_id_of(group: Group) -> bytes:
-    """Hash of everything members must agree on, so that equal ids imply equal lists (DESIGN:
-    Groups)."""
-    lines = [
-        group.key,
-        group.leader,
-        str(group.nonce),
-        str(group.round),
-        f"{group.shape.epoch}:{group.shape.sides}",
-        group.schema.hex(),
-        f"{group.lineage.founder}:{group.lineage.digest.hex()}",
-        group.codec,
-    ]
-    lines += [
-        f"{m.peer_id} {m.attempt} {float(m.weight)!r} {m.version} {int(m.newcomer)} "
-        f"{float(m.up_mbps)!r} {float(m.down_mbps)!r} {','.join(m.addresses)}"
-        for m in group.members
-    ]
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()

@@ -58,7 +58,6 @@ class Record:
 
 
 # -- matchmaking
-# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,6 @@ class Begin:
 
 
 # -- the round
-# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class NoResult:
-    """I reduce these parts and they will have no result; all members keep their local values there."""
+    """These parts, which I reduce, will have no result; all members keep local values there."""
 
     group_id: bytes
     reason: Reason
@@ -215,7 +213,6 @@ class Parity:
 
 
 # -- snapshots
-# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +263,6 @@ class DigestReply:
 
 
 # -- presence
-# -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,10 @@ class Params:
                     f"{value} is out of range", key=field.name, expected="a positive number"
                 )
         for key, low, high in (
+            ("ttl_s", 240.0, 86_400.0),  # clocks and DHT replication need that much slack
+            ("max_parts", 1, 1 << 24),
+            ("max_weight", 1, 1 << 53),  # beyond it a float64 no longer holds every integer
+            ("max_strikes", 1.0, 1e6),
             ("max_group", 2, 64),
             ("snapshot_slots", 1, 64),
             ("max_version_lag", 1, 1 << 20),

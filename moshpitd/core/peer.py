@@ -87,7 +87,6 @@ class Peer:
         self.calls = Calls(self.state, self.conductor)
 
     # -- the doors
-    # --------------------------------------------------------------------------------------------------
 
     def take_effects(self) -> list[Effect]:
         effects, self.state.effects = self.state.effects, []
@@ -137,7 +136,6 @@ class Peer:
         self._advance(now)
 
     # -- for status
-    # -------------------------------------------------------------------------------------------------
 
     @property
     def work(self) -> Work | None:

@@ -41,7 +41,7 @@ class Place:
 
     params: Params
     me: str
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
     coordinates: tuple[int, ...] = (0,)
     round: int = 0
     made_for: int = 1

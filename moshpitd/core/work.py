@@ -259,7 +259,7 @@ class Conductor:
                 not self.state.place.meets(record)
                 or self.state.refuse(record, now) is Reason.STRIKES
             ):
-                continue  # of another lineage it is still worth asking: it may have taken ours by now
+                continue  # one of another lineage is still worth asking: it may hold ours by now
             attempt.add(record, now, waited_for=entry.missed < MISSED)
 
     def _attempted(self, work: Work, attempt: Attempt, now: float) -> None:
@@ -405,6 +405,8 @@ class Conductor:
                 group=outcome.group_id.hex(),
                 group_size=outcome.group_size,
                 participants=outcome.participants,
+                parts=outcome.parts if outcome.group_id else 0,
+                without_result=len(outcome.parts_without_result),
                 version=self.state.version,
                 seconds=dict(outcome.seconds),
                 took=now - work.started,

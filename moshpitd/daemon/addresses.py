@@ -152,7 +152,7 @@ def join_string(addresses: Sequence[str], *, listen: Sequence[str] = ()) -> str:
 
 def is_loopback(host: str) -> bool:
     """True for 127.0.0.0/8, ::1 (also mapped) and the name localhost."""
-    if host.rstrip(".").lower() == "localhost" or host.lower().endswith(".localhost"):
+    if ("." + host.rstrip(".").lower()).endswith(".localhost"):
         return True
     try:
         return _unmapped(host).is_loopback

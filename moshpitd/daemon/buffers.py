@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import itertools
+import logging
 import mmap
 import os
 import re
@@ -23,6 +24,8 @@ from pathlib import Path
 
 from moshpitd.errors import TrainerError
 from moshpitd.tensors.mapped import Tensor, tensor_of
+
+log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096  # one page, so that the tensors behind it are page-aligned
 MAGIC = b"MPB1"
@@ -97,7 +100,10 @@ class Bucket:
 
     def close(self) -> None:
         """Remove the file. The memory goes when the last thread that works on it lets go."""
-        self.path.unlink(missing_ok=True)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:  # not worth a daemon; the next one sweeps
+            log.warning("cannot remove the bucket %s: %s", self.path, error.strerror)
 
 
 def create_bucket(buffers_dir: Path, *, nbytes: int, data_dir: Path) -> Bucket:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from moshpitd.core.effects import Announce, Effect, Finish, LookUp, Note, Send
@@ -33,8 +33,9 @@ WAITING_PER_PEER = 256
 long is unreachable, whatever its connection says."""
 DRAIN_AT_ONCE = 1000
 """Posted events that are handled before the loop may do something else: about 20 ms of them."""
+SENDING = "sending"  # name of the tasks that `flush` waits for
 TICK_AT_LEAST_S = 0.001
-"""A deadline that has passed is served after this, so that a mistake in one cannot stop the loop."""
+"""A deadline that has passed is served after this: a mistake in one must not stop the loop."""
 
 
 class Outside(Protocol):
@@ -82,10 +83,10 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._finishing: dict[str, asyncio.Future[Outcome]] = {}
 
-    # -- events -------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Hand over an event, on the loop. One that arises while another is handled waits for it."""
+        """Hand over an event, on the loop. One that arises while another is handled waits."""
         if self._closed:
             return
         self._events.append(event)
@@ -110,6 +111,16 @@ class Driver:
         self._finishing[token] = future
         future.add_done_callback(lambda _: self._finishing.pop(token, None))
         return future
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until every message that is on its way has been delivered or given up."""
+        deadline = self._loop.time() + timeout_s
+        while self._outgoing and not self._closed:
+            sending = [task for task in self._tasks if task.get_name() == SENDING]
+            left_s = deadline - self._loop.time()
+            if not sending or left_s <= 0:
+                return
+            await asyncio.wait(sending, timeout=left_s)
 
     async def close(self) -> None:
         """Stop driving: nothing is handled or sent any more, calls that wait are cancelled."""
@@ -168,7 +179,7 @@ class Driver:
         self._timer = None
         self.handle(Ticked())
 
-    # -- effects ------------------------------------------------------------------------------------
+    # -- effects ----------------------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -188,11 +199,11 @@ class Driver:
                 self._outside.move(self.run, effect)
 
     def _send(self, to: str, message: Message) -> None:
-        """One sender per destination keeps the order; different destinations do not wait for each other."""
+        """One sender per destination keeps the order; no destination waits for another."""
         queue = self._outgoing.get(to)
         if queue is None:
             self._outgoing[to] = deque([message])
-            self._spawn(self._send_all(to))
+            self._spawn(self._send_all(to), name=SENDING)
         elif len(queue) < WAITING_PER_PEER:
             queue.append(message)
         else:
@@ -235,8 +246,8 @@ class Driver:
         found = tuple(record for record in records or () if record.peer_id != own)
         self.handle(Found(key, found, ok=records is not None))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(self._guarded(work))
+    def _spawn(self, work: Coroutine[Any, Any, None], *, name: str | None = None) -> None:
+        task = self._loop.create_task(self._guarded(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -246,6 +257,3 @@ class Driver:
         except Exception as error:
             log.exception("run %s: a task of the driver failed", self.run)
             self._outside.failed(error)
-
-
-Post = Callable[[str, Event], None]

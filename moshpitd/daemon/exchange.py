@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -92,7 +93,6 @@ class Exchange:
         self._intake = Intake(self._drop, partial(self._submit, self._averaging))
         self._lock = threading.Lock()  # guards the runs and what is in them
         self._runs: dict[str, _Run] = {}
-        self._closing = False
 
     def use(self, links: Links) -> None:
         """The links, which are made with our callbacks and so come second."""
@@ -100,8 +100,11 @@ class Exchange:
         self._pacer = Pacer(links)
 
     def close(self) -> None:
-        """End everything and join our threads. Whoever made the links closes them before."""
-        self._closing = True
+        """End everything and join our threads.
+
+        Better before the links are closed than after: a reader that waits for a group to open is
+        let go here. What still waits to be sent is then skipped.
+        """
         self._intake.close()
         with self._lock:
             names = list(self._runs)
@@ -408,5 +411,5 @@ class Exchange:
                 log.exception("a task of the data plane failed")
                 self._drop("internal")
 
-        if not self._closing:
+        with suppress(RuntimeError):  # the pool is shut down: the node ends, nobody waits any more
             pool.submit(logged)

@@ -158,7 +158,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     text = formatter.formatException(record.exc_info) if record.exc_info else ""
-    return text if len(text) <= MAX_TRACE else f"...{text[-MAX_TRACE:]}"
+    return text if len(text) <= MAX_TRACE else f"...{text[3 - MAX_TRACE :]}"
 
 
 def _plain(value: object) -> object:

@@ -108,7 +108,6 @@ class NodeMetrics:
             "group_formed": self._group_formed,
             "attempt_ended": lambda run, note: self.ungrouped.labels(run, _reason(note)).inc(),
             "member_excluded": lambda run, note: self.excluded.labels(run, _reason(note)).inc(),
-            "part_closed": lambda run, _: self.parts.labels(run, "averaged").inc(),
             "part_without_result": lambda run, _: self.parts.labels(run, "without_result").inc(),
             "round_ended": self._round_ended,
             "parity_differs": lambda run, _: self.parity_mismatches.labels(run).inc(),
@@ -132,6 +131,9 @@ class NodeMetrics:
         self.rounds.labels(run, _among(str(note.fields.get("outcome", "")), _OUTCOMES)).inc()
         self._set(self.group_size, run, note.fields.get("group_size"))
         self._set(self.version, run, note.fields.get("version"))
+        parts, without = note.fields.get("parts"), note.fields.get("without_result")
+        if isinstance(parts, int) and isinstance(without, int):
+            self.parts.labels(run, "averaged").inc(parts - without)
         for phase, seconds in _phases(note.fields.get("seconds")):
             self.round_seconds.labels(run, phase).observe(seconds)
 
@@ -158,10 +160,6 @@ class NodeMetrics:
         for direction, count in (("sent", sent), ("received", received)):
             if count:
                 self.bytes.labels(self._run(run), direction, kind).inc(count)
-
-    def add_parts(self, run: str, result: str, count: int) -> None:
-        """`result`: averaged (parts without a result are counted by their notes)."""
-        self.parts.labels(self._run(run), result).inc(count)
 
     def add_codec_seconds(self, codec: str, op: str, seconds: float) -> None:
         """`op`: encode or decode."""

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
-from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from moshpitd.core.params import Params
 from moshpitd.daemon.addresses import Finding, address_warnings, parse_host_port, parse_multiaddr
-from moshpitd.daemon.settings_sources import Origin, Source, environment, refusal, toml_file
+from moshpitd.daemon.settings_sources import Misfit, Origin, Source, environment, refusal, toml_file
 from moshpitd.errors import ConfigError
 from moshpitd.rpc.channel import MAX_SOCKET_BYTES, default_socket
 
@@ -86,7 +85,7 @@ class NetworkSection(_Section):
     def _bootstrap(cls, addresses: list[str]) -> list[str]:
         for address in addresses:
             if not _parse("multiaddr", address).peer_id:
-                raise _refused(f"{address}: names no peer", "/p2p/PEER_ID at the end")
+                raise Misfit(f"{address}: names no peer", "/p2p/PEER_ID at the end")
         return addresses
 
     @field_validator("link_listen")
@@ -296,9 +295,4 @@ def _parse(form: Literal["multiaddr", "host:port"], text: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise _refused(f"{text}: {error}", example) from None
-
-
-def _refused(problem: str, expected: str) -> PydanticCustomError:
-    """What a validator raises; `refusal` finds both words again and makes the `ConfigError`."""
-    return PydanticCustomError("moshpitd", "{problem}", {"problem": problem, "expected": expected})
+        raise Misfit(f"{text}: {error}", example) from None

@@ -15,13 +15,20 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from moshpitd.errors import ConfigError
 
 ENV_PREFIX = "MOSHPITD_"
 ENV_NESTED = "__"
+
+
+class Misfit(ValueError):
+    """What our validators raise: pydantic carries it, and `refusal` finds both words again."""
+
+    def __init__(self, problem: str, expected: str) -> None:
+        super().__init__(problem)
+        self.expected = expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +142,11 @@ def refusal(
 
 
 def _message(
-    first: ErrorDetails, settings: type[BaseSettings], words: list[str]
+    first: Mapping[str, Any], settings: type[BaseSettings], words: list[str]
 ) -> tuple[str, str]:
-    context = first.get("ctx", {})
-    if first["type"] == "moshpitd":
-        return context["problem"], context["expected"]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Misfit):
+        return str(cause), cause.expected
     if first["type"] == "extra_forbidden":
         known = _known(settings, words)
         near = difflib.get_close_matches(words[-1], known, n=1)

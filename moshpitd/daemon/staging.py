@@ -61,7 +61,7 @@ class Incoming:
         self._news = news
         self._seen = bytearray(self.missing)
         self._lock = threading.Lock()
-        self._told_at = 0.0
+        self._told_at = float("-inf")
         self._open = True
 
     @property

@@ -259,7 +259,7 @@ class Snapshots:
         return incoming
 
     def staged(self, incoming: Incoming) -> None:
-        """Everything is there. Saying what it is takes about a second per GB, so it goes elsewhere."""
+        """Everything is there. A digest takes about a second per GB, so it is made elsewhere."""
         self.submit(partial(self._tell_arrival, incoming))
 
     def progressed(self, incoming: Incoming) -> None:

@@ -1,4 +1,5 @@
-"""The network room: libp2p identity, control messages, the directory, bulk links and the wire encoding.
+"""The network room: libp2p identity, control messages, the directory, bulk links and the wire
+encoding.
 
 One rule: the lines below run before anything of hivemind is imported. hivemind and py-libp2p both
 register a file `crypto.pb` in protobuf's global pool, and the second one to do so fails. Their

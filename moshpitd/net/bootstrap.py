@@ -1,4 +1,5 @@
-"""The way into the swarm: the configured addresses, tried until each has been seen, with its status.
+"""The way into the swarm: the configured addresses, tried until each has been seen, with its
+status.
 
 One rule: an address that does not answer is a status with a cause, never an exception and never the
 end of trying. Every address has a task of its own, so a black hole delays nobody else.
@@ -30,14 +31,17 @@ CONNECT_TIMEOUT_S = 10.0
 # Between two tries of a silent address: from the first to the last, growing by half. The last is
 # below 10 s, so that a swarm whose seed comes back is found within that time.
 BACKOFF_FIRST_S, BACKOFF_LAST_S, BACKOFF_FACTOR = 0.25, 4.0, 1.5
-# How often an address that answered is asked again: a restarted seed knows nobody until somebody calls.
-RECHECK_S = 20.0
+# How often an address that answered is asked again: a restarted seed knows nobody until somebody
+# calls.
+RECHECK_S = 10.0
 
 EXPECTED = "a multiaddr such as /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
 
 
 class Status(StrEnum):
-    """What became of a bootstrap address; these words appear in `status`, in /readyz and in the log."""
+    """What became of a bootstrap address; these words appear in `status`, in /readyz and in the
+    log.
+    """
 
     PENDING = "not tried yet"
     OK = "ok"
@@ -100,8 +104,10 @@ class BootstrapStatus:
 
 
 async def probe_tcp(address: BootstrapAddress) -> tuple[Status, str] | None:
-    """Why a plain TCP connection fails, or None when it stands. libp2p's own answer mixes causes and,
-    after a failure, only says "dial backoff"; asking it less often also keeps that back-off small."""
+    """Why a plain TCP connection fails, or None when it stands. libp2p's own answer mixes causes
+    and, after a failure, only says "dial backoff"; asking it less often also keeps that back-off
+    small.
+    """
     if address.host is None:
         return None
     try:
@@ -141,8 +147,9 @@ def read_failure(message: str) -> tuple[Status, str]:
 
 
 class Bootstrap:
-    """The tasks of all configured addresses. `attempt` connects and greets; `joined` hears of every first
-    success and of every success after a failure."""
+    """The tasks of all configured addresses. `attempt` connects and greets; `joined` hears of every
+    first success and of every success after a failure.
+    """
 
     def __init__(
         self,
@@ -160,6 +167,7 @@ class Bootstrap:
         self._joined = joined
         self._rng = rng
         self._tasks: list[asyncio.Task[None]] = []
+        self._woken = asyncio.Condition()
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(one)) for one in self._addresses]
@@ -168,6 +176,20 @@ class Bootstrap:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def again(self) -> None:
+        """Try every address anew at once: what had been reached is forgotten (p2pd was started
+        again).
+        """
+        for text in self._status:
+            self._status[text] = BootstrapStatus(text, Status.PENDING)
+        async with self._woken:
+            self._woken.notify_all()
+
+    async def _pause(self, delay_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s * self._rng.uniform(0.8, 1.2)), self._woken:
+                await self._woken.wait()
 
     def statuses(self) -> list[BootstrapStatus]:
         return [self._status[one.text] for one in self._addresses]
@@ -185,11 +207,11 @@ class Bootstrap:
                 delay_s = BACKOFF_FIRST_S
                 if before is not Status.OK:
                     await self._joined()
-                await asyncio.sleep(RECHECK_S * self._rng.uniform(0.8, 1.2))
+                await self._pause(RECHECK_S)
             elif status is Status.SELF:
                 return
             else:
-                await asyncio.sleep(delay_s * self._rng.uniform(0.8, 1.2))
+                await self._pause(delay_s)
                 delay_s = min(BACKOFF_LAST_S, delay_s * BACKOFF_FACTOR)
 
     async def _try(self, address: BootstrapAddress) -> tuple[Status, str]:

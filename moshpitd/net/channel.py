@@ -54,10 +54,11 @@ class Channel:
     def receive(
         self, timeout_s: float | None = None, *, payload_bytes_max: int | None = None
     ) -> tuple[Header, memoryview] | None:
-        """The next frame, or None at an end between two frames. The payload is valid until the next call.
+        """The next frame, or None at an end between two frames. The payload is valid until the next
+        call.
 
-        For handshakes, `timeout_s` bounds each wait for the kernel and `payload_bytes_max` the frame;
-        None waits for ever and takes what the channel takes.
+        For handshakes, `timeout_s` bounds each wait for the kernel and `payload_bytes_max` the
+        frame; None waits for ever and takes what the channel takes.
         """
         got = self._read(self._head, timeout_s)
         if got == 0:
@@ -74,7 +75,8 @@ class Channel:
         crc = zlib.crc32(payload)
         if crc != header.crc:
             raise RemoteProtocolError(
-                f"payload of part {header.part} has crc32 {crc:#010x}, its header says {header.crc:#010x}"
+                f"payload of part {header.part} has crc32 {crc:#010x}, "
+                f"its header says {header.crc:#010x}"
             )
         self.bytes_in += HEADER_BYTES + header.length
         return header, payload
@@ -97,13 +99,17 @@ class Channel:
         self.send(Header(kind, run=run), text.encode()[:TEXT_BYTES_MAX], timeout_s)
 
     def shut(self) -> None:
-        """Wake both threads out of their waits; they find the channel ended. Safe from any thread."""
+        """Wake both threads out of their waits; they find the channel ended. Safe from any
+        thread.
+        """
         with contextlib.suppress(OSError):
             # SSLSocket.shutdown would also drop its SSL object under the other thread's feet.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor back. Only when no thread uses the channel any more: numbers are reused."""
+        """Give the descriptor back. Only when no thread uses the channel any more: numbers are
+        reused.
+        """
         with self._ssl_lock, contextlib.suppress(OSError):
             self._socket.close()
 
@@ -151,12 +157,15 @@ class Channel:
 
 
 def lazy_memory(size: int) -> memoryview:
-    """Zeroed memory whose pages cost nothing until they are touched; bytearray(size) touches them all."""
+    """Zeroed memory whose pages cost nothing until they are touched; bytearray(size) touches them
+    all.
+    """
     return memoryview(mmap.mmap(-1, size))
 
 
 def _wait(poller: select.poll, timeout_s: float | None) -> None:
-    # The flags do not matter: after an error or a hang-up the next call on the socket says what it was.
+    # The flags do not matter: after an error or a hang-up the next call on the socket says what it
+    # was.
     if not poller.poll(None if timeout_s is None else timeout_s * 1000):
         raise LinkBroken(f"silent for {timeout_s:g} s")
 

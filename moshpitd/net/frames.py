@@ -24,12 +24,15 @@ HEADER_BYTES = _LAYOUT.size
 
 
 class FrameKind(IntEnum):
-    """What a frame carries. The first three belong to the caller, the others to the links themselves."""
+    """What a frame carries. The first three belong to the caller, the others to the links
+    themselves.
+    """
 
     CONTRIBUTION = 1
     RESULT = 2
     SNAPSHOT = 3
-    # First frame in both directions; its payload is the PeerID that the sender believes it talks to.
+    # First frame in both directions; its payload is the PeerID that the sender believes it talks
+    # to.
     HELLO = 16
     # Last frame in its direction; its payload says why in UTF-8. After it, silence is not a loss.
     FAREWELL = 17
@@ -43,7 +46,8 @@ CALLER_KINDS = frozenset({FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.SN
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Everything about a payload except its bytes. `length` and `crc` are filled in by whoever sends it.
+    """Everything about a payload except its bytes. `length` and `crc` are filled in by whoever
+    sends it.
 
     `contributors` is a bit mask of member indices: bit i is set when member i's contribution is in.
     """
@@ -76,7 +80,9 @@ class Header:
 
     @classmethod
     def unpack(cls, raw: bytes | bytearray | memoryview, *, payload_bytes_max: int) -> Header:
-        """Check and read 52 bytes from a peer. A length above `payload_bytes_max` is refused here."""
+        """Check and read 52 bytes from a peer. A length above `payload_bytes_max` is refused
+        here.
+        """
         version, kind, codec, flags, part, epoch, zero, run, group, contributors, length, crc = (
             _LAYOUT.unpack(raw)
         )
@@ -90,6 +96,7 @@ class Header:
             raise RemoteProtocolError("reserved bytes of a frame header are not zero")
         if length > payload_bytes_max:
             raise RemoteProtocolError(
-                f"frame announces {length} bytes of payload, at most {payload_bytes_max} are allowed"
+                f"frame announces {length} bytes of payload, "
+                f"at most {payload_bytes_max} are allowed"
             )
         return cls(frame_kind, run, group, part, epoch, codec, flags, contributors, length, crc)

@@ -1,4 +1,5 @@
-"""The one identity of a node: an Ed25519 key in a file, its PeerID, signatures made and checked with it.
+"""The one identity of a node: an Ed25519 key in a file, its PeerID, signatures made and checked
+with it.
 
 One rule: the secret leaves this file only as a signature or as the key pair that TLS needs; it is
 never in a `repr`, a log line or an error.
@@ -22,18 +23,23 @@ from libp2p.peer.id import ID
 
 from moshpitd.errors import ConfigError
 
-# libp2p's PrivateKey message: field 1 (type) = 1 (Ed25519), field 2 (data) = seed and public key, 32
-# bytes each. go-libp2p demands this 64-byte form; py-libp2p writes the seed alone, so the file is
-# written here. Both fields have one canonical spelling, which makes the file a prefix and the key.
+# libp2p's PrivateKey message: field 1 (type) = 1 (Ed25519), field 2 (data) = seed and public key,
+# 32 bytes each. go-libp2p demands this 64-byte form; py-libp2p writes the seed alone, so the file
+# is written here. Both fields have one canonical spelling, which makes the file a prefix and the
+# key.
 FILE_PREFIX = bytes.fromhex("08011240")
 SEED_ONLY_PREFIX = bytes.fromhex("08011220")
 KEY_BYTES = 64
-EXPECTED = "libp2p's PrivateKey protobuf with an Ed25519 key in its 64-byte form (seed and public key)"
+EXPECTED = (
+    "libp2p's PrivateKey protobuf with an Ed25519 key in its 64-byte form (seed and public key)"
+)
 FILE_MODE = 0o600
-# A longer file is not a key; the bound keeps a wrong path (a model, a device) from being read whole.
+# A longer file is not a key; the bound keeps a wrong path (a model, a device) from being read
+# whole.
 FILE_BYTES_MAX = 4096
 
-# An Ed25519 PeerID is its own public key: multihash "identity", 36 bytes, then protobuf (type 1, 32 bytes).
+# An Ed25519 PeerID is its own public key: multihash "identity", 36 bytes, then protobuf (type 1, 32
+# bytes).
 PEER_ID_PREFIX = bytes.fromhex("002408011220")
 PEER_ID_BYTES = len(PEER_ID_PREFIX) + 32
 PEER_ID_TEXT_MAX = 64
@@ -41,7 +47,9 @@ PEER_ID_TEXT_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The key of this node. `peer_id` is what p2pd, py-libp2p and every peer derive from the same key."""
+    """The key of this node. `peer_id` is what p2pd, py-libp2p and every peer derive from the same
+    key.
+    """
 
     peer_id: str
     path: Path
@@ -49,9 +57,11 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path | str) -> Identity:
-        """Read the key at `path`, or make one there with mode 0600. Two daemons that race get the same key.
+        """Read the key at `path`, or make one there with mode 0600. Two daemons that race get the
+        same key.
 
-        Raises ConfigError, naming the file and what was expected, for anything else that lies there.
+        Raises ConfigError, naming the file and what was expected, for anything else that lies
+        there.
         """
         path = Path(path)
         if not os.path.lexists(path):
@@ -62,7 +72,9 @@ class Identity:
     def _load(cls, path: Path) -> Identity:
         seed = _read_seed(path)
         keypair = create_new_key_pair(seed)
-        return cls(peer_id=ID.from_pubkey(keypair.public_key).to_base58(), path=path, keypair=keypair)
+        return cls(
+            peer_id=ID.from_pubkey(keypair.public_key).to_base58(), path=path, keypair=keypair
+        )
 
     def sign(self, data: bytes) -> bytes:
         """The 64-byte Ed25519 signature of `data`."""
@@ -75,7 +87,9 @@ def is_peer_id(text: str) -> bool:
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` over `data` was made by the key inside `peer_id`. Any input is allowed; garbage is False."""
+    """Whether `signature` over `data` was made by the key inside `peer_id`. Any input is allowed;
+    garbage is False.
+    """
     public = _public_bytes(peer_id)
     if public is None:
         return False
@@ -141,10 +155,14 @@ def _read_seed(path: Path) -> bytes:
                 raise refuse("this is not a regular file")
             raw = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise refuse(f"cannot read the identity: {error.strerror or error}", "a readable file") from error
+        raise refuse(
+            f"cannot read the identity: {error.strerror or error}", "a readable file"
+        ) from error
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
-        raise refuse(f"other users may read this key (mode {mode:04o})", "mode 0600; run chmod 600 on it")
+        raise refuse(
+            f"other users may read this key (mode {mode:04o})", "mode 0600; run chmod 600 on it"
+        )
     if len(raw) > FILE_BYTES_MAX:
         raise refuse(f"this is longer than {FILE_BYTES_MAX} bytes and no key")
     if raw.startswith(SEED_ONLY_PREFIX):

@@ -28,6 +28,48 @@ SUPERSEDED_TIMEOUT_S = 5.0
 URGENT = -1_000_000
 
 
+def admit_all(peer_id: str) -> str | None:
+    """The default of LinkCallbacks.admit: everybody who proves a PeerID may link."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCallbacks:
+    """What the pool tells its user, always from a thread of its own and never under a lock.
+
+    on_frame(peer_id, header, payload): runs in the reader thread, which waits meanwhile; that wait
+    is the back-pressure. The payload is valid until the call returns. RemoteProtocolError ends the
+    link. on_lost(peer_id, reason): the link ended and frames in either direction may be missing.
+    on_up(peer_id): a link stands. Not repeated when one link replaces another without loss.
+    on_send_failed(peer_id, header, error): this frame's payload function raised; the link lives on.
+    admit(peer_id): None, or the reason why this peer may not link (a ban, strikes).
+    """
+
+    on_frame: Callable[[str, Header, memoryview], None]
+    on_lost: Callable[[str, str], None]
+    on_up: Callable[[str], None]
+    on_send_failed: Callable[[str, Header, Exception], None]
+    admit: Callable[[str], str | None] = admit_all
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """Bounds of the pool. Sizes in bytes, times in seconds."""
+
+    # A part is about 1 MiB; float64 data raw and its slack fit eight times over. Each link has two
+    # buffers of this size, of which only the touched pages cost memory.
+    payload_bytes_max: int = 8 << 20
+    # One frame per part: 16 GiB in parts of 1 MiB to one peer, at about 200 bytes per waiting
+    # frame.
+    queue_frames_max: int = 16_384
+    # A group has at most 64 members; the rest is for rounds that overlap and for snapshots.
+    links_max: int = 256
+    # Strangers that connect and say nothing hold a thread each, this many and this long at most.
+    handshakes_max: int = 32
+    handshake_timeout_s: float = 5.0
+    dial_timeout_s: float = 5.0
+
+
 class LinkOwner(Protocol):
     """What a link asks of its pool. All of it is called from the link's threads."""
 
@@ -42,7 +84,9 @@ class LinkOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Counters of one link. `rtt_s` is None until a ping came back; `dialled` says by which side."""
+    """Counters of one link. `rtt_s` is None until a ping came back; `dialled` says by which
+    side.
+    """
 
     peer_id: str
     dialled: bool
@@ -78,7 +122,9 @@ class Link:
         spawn(f"link-write-{self.peer_id[-6:]}", self._write_all)
 
     def retire(self, reason: str) -> None:
-        """Say `reason` after the frame that is being sent, then end. The outbox has another owner by now."""
+        """Say `reason` after the frame that is being sent, then end. The outbox has another owner
+        by now.
+        """
         with self._lock:
             self._farewell = reason
 
@@ -122,8 +168,8 @@ class Link:
         except MoshpitError as error:
             self.end(str(error))
         except Exception as error:
-            # The receiver of frames failed, not the peer. Without this frame the round is incomplete,
-            # so the link ends and both sides know.
+            # The receiver of frames failed, not the peer. Without this frame the round is
+            # incomplete, so the link ends and both sides know.
             log.exception("a frame from %s could not be handled", self.peer_id)
             self.end(f"a frame could not be handled here: {error}")
         finally:
@@ -145,8 +191,9 @@ class Link:
         if reason != SUPERSEDED:
             self.end(f"the other side ended the link: {reason[:100]}")
             return
-        # The other side took another link to us and sends nothing more here. It still reads: this side
-        # goes on sending until that other link has come up here too, and then says farewell itself.
+        # The other side took another link to us and sends nothing more here. It still reads: this
+        # side goes on sending until that other link has come up here too, and then says farewell
+        # itself.
         if not self._outbox.wait_for_other_owner(self, SUPERSEDED_TIMEOUT_S):
             self.end("superseded by a link that never came up here")
             return
@@ -166,8 +213,8 @@ class Link:
                 if scratch is None:
                     scratch = lazy_memory(self._channel.payload_bytes_max)
                 self._send_payload(waiting, scratch)
-            # A superseded link is complete only with its farewell, however long its reader takes; a link
-            # that closes for good says it if there is room.
+            # A superseded link is complete only with its farewell, however long its reader takes; a
+            # link that closes for good says it if there is room.
             patience_s = None if self._farewell == SUPERSEDED else 1.0
             self._channel.send_text(FrameKind.FAREWELL, self._farewell, timeout_s=patience_s)
             with self._lock:

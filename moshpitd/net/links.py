@@ -1,9 +1,10 @@
-"""The bulk links of this daemon: who is linked, who dials, and which of two links to one peer stays.
+"""The bulk links of this daemon: who is linked, who dials, and which of two links to one peer
+stays.
 
 One rule: at most one link per peer is sent on, and a change from one to another loses nothing.
-Where frames may have been lost, `on_lost` says so; there is no third case. Everything here blocks or
-runs in threads, because OpenSSL releases the GIL: measured on 2 cores with both ends, 1.2 GB/s this
-way against 0.3 GB/s for TLS inside an event loop.
+Where frames may have been lost, `on_lost` says so; there is no third case. Everything here blocks
+or runs in threads, because OpenSSL releases the GIL: measured on 2 cores with both ends, 1.2 GB/s
+this way against 0.3 GB/s for TLS inside an event loop.
 """
 
 from __future__ import annotations
@@ -15,62 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from moshpitd.errors import LinkBroken, ProtocolError, RemoteProtocolError, Unreachable
 from moshpitd.net.channel import TEXT_BYTES_MAX, Channel
 from moshpitd.net.frames import RUN_BYTES, FrameKind, Header
 from moshpitd.net.identity import Identity
-from moshpitd.net.link import SUPERSEDED, URGENT, Link, LinkStats
+from moshpitd.net.link import SUPERSEDED, URGENT, Link, LinkCallbacks, LinkLimits, LinkStats
 from moshpitd.net.outbox import Outbox, PayloadFunction
 from moshpitd.net.tls import Credentials, Proven, listen
+
+__all__ = ["LinkCallbacks", "LinkLimits", "LinkPool", "LinkStats"]
 
 log = logging.getLogger(__name__)
 
 
-def admit_all(peer_id: str) -> str | None:
-    """The default of LinkCallbacks.admit: everybody who proves a PeerID may link."""
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCallbacks:
-    """What the pool tells its user, always from a thread of its own and never under a lock.
-
-    on_frame(peer_id, header, payload): runs in the reader thread, which waits meanwhile; that wait is
-        the back-pressure. The payload is valid until the call returns. RemoteProtocolError ends the link.
-    on_lost(peer_id, reason): the link ended and frames in either direction may be missing.
-    on_up(peer_id): a link stands. Not repeated when one link replaces another without loss.
-    on_send_failed(peer_id, header, error): this frame's payload function raised; the link lives on.
-    admit(peer_id): None, or the reason why this peer may not link (a ban, strikes).
-    """
-
-    on_frame: Callable[[str, Header, memoryview], None]
-    on_lost: Callable[[str, str], None]
-    on_up: Callable[[str], None]
-    on_send_failed: Callable[[str, Header, Exception], None]
-    admit: Callable[[str], str | None] = admit_all
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLimits:
-    """Bounds of the pool. Sizes in bytes, times in seconds."""
-
-    # A part is about 1 MiB; float64 data raw and its slack fit eight times over. Each link has two
-    # buffers of this size, of which only the touched pages cost memory.
-    payload_bytes_max: int = 8 << 20
-    # One frame per part: 16 GiB in parts of 1 MiB to one peer, at about 200 bytes per waiting frame.
-    queue_frames_max: int = 16_384
-    # A group has at most 64 members; the rest is for rounds that overlap and for snapshots.
-    links_max: int = 256
-    # Strangers that connect and say nothing hold a thread each, this many and this long at most.
-    handshakes_max: int = 32
-    handshake_timeout_s: float = 5.0
-    dial_timeout_s: float = 5.0
-
-
 class LinkPool:
-    """Links to peers by PeerID. Methods may be called from any thread, also from callbacks, except close."""
+    """Links to peers by PeerID. Methods may be called from any thread, also from callbacks, except
+    close.
+    """
 
     def __init__(
         self,
@@ -85,7 +48,8 @@ class LinkPool:
         self.credentials = Credentials(identity)
         self._own_id = identity.peer_id
         self._callbacks = callbacks
-        # Tells a restarted peer from the one before: a link to the old one is dead, whoever dialled it.
+        # Tells a restarted peer from the one before: a link to the old one is dead, whoever dialled
+        # it.
         self._session = secrets.token_bytes(RUN_BYTES)
         self._lock = threading.Lock()
         self._outboxes: dict[str, Outbox] = {}
@@ -99,13 +63,14 @@ class LinkPool:
         self.port: int = self._listener.getsockname()[1]
         self._spawn("link-accept", self._accept_all)
 
-    # -- what the user calls ------------------------------------------------------------------------
+    # -- what the user calls -----------------------------------------------------------------------
 
     def dial(self, peer_id: str, addresses: Sequence[str]) -> Future[None]:
         """Link to a peer at one of its addresses ("host:port"), tried in order.
 
-        The future is done when a link to the peer is up (also when the peer dialled meanwhile), or holds
-        Unreachable with one cause per address. For a pair the smaller PeerID should dial if it can.
+        The future is done when a link to the peer is up (also when the peer dialled meanwhile), or
+        holds Unreachable with one cause per address. For a pair the smaller PeerID should dial if
+        it can.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -132,10 +97,12 @@ class LinkPool:
     def send(
         self, peer_id: str, header: Header, payload_fn: PayloadFunction | None, *, priority: int = 0
     ) -> None:
-        """Queue a frame; lower priorities first. `payload_fn` runs in the writer thread just before sending.
+        """Queue a frame; lower priorities first. `payload_fn` runs in the writer thread just before
+        sending.
 
-        Raises Unreachable if the peer was never dialled, expected or linked, and LocalProtocolError if too
-        many frames wait. What was queued when a link is lost is forgotten; `on_lost` speaks for all of it.
+        Raises Unreachable if the peer was never dialled, expected or linked, and LocalProtocolError
+        if too many frames wait. What was queued when a link is lost is forgotten; `on_lost` speaks
+        for all of it.
         """
         with self._lock:
             outbox = self._outboxes.get(peer_id)
@@ -159,7 +126,9 @@ class LinkPool:
         return sum(outbox.discard(group) for outbox in outboxes)
 
     def drop(self, peer_id: str) -> None:
-        """End the links to a peer and forget what waits for it. `on_lost` is not called: the user knows."""
+        """End the links to a peer and forget what waits for it. `on_lost` is not called: the user
+        knows.
+        """
         with self._lock:
             outbox = self._outboxes.pop(peer_id, None)
             self._active.pop(peer_id, None)
@@ -203,7 +172,7 @@ class LinkPool:
             thread.join()
         self._listener.close()
 
-    # -- what the links call (LinkOwner) ----------------------------------------------------------------
+    # -- what the links call (LinkOwner) -----------------------------------------------------------
 
     def frame_arrived(self, link: Link, header: Header, payload: memoryview) -> None:
         with self._lock:
@@ -222,8 +191,8 @@ class LinkPool:
             active = self._active.get(link.peer_id)
             if reason is None and active is not link:
                 return
-            # Either the active link ended, or a superseded one broke before its end: frames sent on it may
-            # be missing, so the peer counts as lost and the active link must not hide that.
+            # Either the active link ended, or a superseded one broke before its end: frames sent on
+            # it may be missing, so the peer counts as lost and the active link must not hide that.
             outbox = self._forget(link.peer_id)
         self._finish_loss(link.peer_id, outbox, active, reason or "ended")
 
@@ -252,7 +221,7 @@ class LinkPool:
             # A user's mistake must not leave a link half made or half ended.
             log.exception("a callback of the links failed")
 
-    # -- making links --------------------------------------------------------------------------------
+    # -- making links ------------------------------------------------------------------------------
 
     def _outbox(self, peer_id: str) -> Outbox:
         """Under the lock."""
@@ -328,7 +297,8 @@ class LinkPool:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # Out of descriptors or a connection gone before it was taken: neither ends the daemon.
+                # Out of descriptors or a connection gone before it was taken: neither ends the
+                # daemon.
                 log.warning("cannot accept a link: %s", error.strerror or error)
                 time.sleep(0.1)
                 continue
@@ -342,7 +312,8 @@ class LinkPool:
             timeout_s = self.limits.handshake_timeout_s
             self._greet_as_listener(self.credentials.accept(raw, timeout_s=timeout_s))
         except (LinkBroken, ProtocolError) as error:
-            # Port scanners and strangers arrive here all day; whoever is missing has its own message.
+            # Port scanners and strangers arrive here all day; whoever is missing has its own
+            # message.
             log.debug("no link for a caller: %s", error)
         except Exception:
             log.exception("greeting a caller failed")
@@ -396,13 +367,14 @@ class LinkPool:
             crossing = old is not None and old.session == session and old.dialled != dialled
             lost_outbox = None
             if old is not None and not crossing:
-                # The peer restarted, or gave the old link up before this side noticed. Frames of the old
-                # link may be missing.
+                # The peer restarted, or gave the old link up before this side noticed. Frames of
+                # the old link may be missing.
                 lost_outbox = self._forget(peer_id)
             outbox = self._outbox(peer_id)
             link = Link(channel, outbox, self, dialled=dialled, session=session)
             self._links.add(link)
-            # Both dialled at once: the link that the smaller PeerID dialled stays, as both ends know.
+            # Both dialled at once: the link that the smaller PeerID dialled stays, as both ends
+            # know.
             wins = not crossing or dialled == (self._own_id < peer_id)
             if crossing and old is not None:
                 (old if wins else link).retire(SUPERSEDED)

@@ -47,7 +47,9 @@ class Outbox:
         self._closed = False
 
     def put(self, priority: int, header: Header, payload_fn: PayloadFunction | None) -> None:
-        """Queue a frame. Raises LocalProtocolError when the bound is reached: the caller paces itself."""
+        """Queue a frame. Raises LocalProtocolError when the bound is reached: the caller paces
+        itself.
+        """
         with self._changed:
             if len(self._queue) >= self._frames_max:
                 raise LocalProtocolError(
@@ -58,7 +60,9 @@ class Outbox:
             self._changed.notify_all()
 
     def take(self, owner: object) -> Waiting | None:
-        """Wait for the next frame. None: `owner` does not own this outbox any more and shall end."""
+        """Wait for the next frame. None: `owner` does not own this outbox any more and shall
+        end.
+        """
         with self._changed:
             while True:
                 if self._owner is not owner or self._closed:
@@ -83,7 +87,9 @@ class Outbox:
     def discard(self, group: bytes | None = None) -> int:
         """Forget the waiting frames of one group, or all of them. Returns how many."""
         with self._changed:
-            kept = [] if group is None else [one for one in self._queue if one.header.group != group]
+            kept = (
+                [] if group is None else [one for one in self._queue if one.header.group != group]
+            )
             count = len(self._queue) - len(kept)
             heapq.heapify(kept)
             self._queue = kept

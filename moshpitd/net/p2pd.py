@@ -37,12 +37,14 @@ log = logging.getLogger(__name__)
 # sun_path holds 107 bytes and a zero; the longest name that hivemind puts into the folder.
 SUN_PATH_BYTES = 107
 SOCKET_NAME_BYTES = len("/p2pclient-xxxxxxxxxxxx.sock")
-ORPHAN_TIMEOUT_S = 3.0
+KILL_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class P2pdOptions:
-    """How p2pd shall listen. Addresses are multiaddrs; `announce` empty means what p2pd finds out."""
+    """How p2pd shall listen. Addresses are multiaddrs; `announce` empty means what p2pd finds
+    out.
+    """
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
@@ -51,8 +53,9 @@ class P2pdOptions:
 
 
 class P2pdFolder:
-    """A locked private folder for the sockets of p2pd. Holding one means: no other daemon of this data
-    directory lives, so whatever the folder names is an orphan or our own child."""
+    """A locked private folder for the sockets of p2pd. Holding one means: no other daemon of this
+    data directory lives, so whatever the folder names is an orphan or our own child.
+    """
 
     def __init__(self, data_dir: Path) -> None:
         self.path = _private_folder(data_dir)
@@ -93,12 +96,15 @@ class P2pd:
 
     @classmethod
     async def start(cls, folder: P2pdFolder, identity_path: Path, options: P2pdOptions) -> P2pd:
-        """Start p2pd with the identity in `identity_path`. Raises ConfigError naming what it could not use."""
+        """Start p2pd with the identity in `identity_path`. Raises ConfigError naming what it could
+        not use.
+        """
         for address in options.listen:
             _require_free_port(address)
         quiet_libraries()
-        # hivemind puts its sockets into /tmp, for everybody to connect to and with names that nobody
-        # knows after a crash. The prefix is an attribute of the class, so a class of our own moves them.
+        # hivemind puts its sockets into /tmp, for everybody to connect to and with names that
+        # nobody knows after a crash. The prefix is an attribute of the class, so a class of our own
+        # moves them.
         kind: Any = type("LocalP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.path}/"})
         try:
             p2p = await kind.create(
@@ -107,8 +113,9 @@ class P2pd:
                 announce_maddrs=list(options.announce) or None,
                 nat_port_map=options.nat_port_map,
                 startup_timeout=options.start_timeout_s,
-                # No initial_peers: p2pd would exit when none answers. Bootstrapping is our own task.
-                # hivemind's own check of the identity reads RSA keys only; Control has its own.
+                # No initial_peers: p2pd would exit when none answers. Bootstrapping is our own
+                # task. hivemind's own check of the identity reads RSA keys only; Control has its
+                # own.
                 check_if_identity_free=False,
             )
         except (P2PDaemonError, ValueError) as error:
@@ -131,31 +138,47 @@ class P2pd:
         return "the connection to p2pd broke" if code is None else f"p2pd exited with code {code}"
 
     def forget_finished_calls(self) -> None:
-        """hivemind keeps the task of every incoming call that its caller cancelled; drop the finished."""
+        """hivemind keeps the task of every incoming call that its caller cancelled; drop the
+        finished.
+        """
         tasks = self._calls._handler_tasks
         for call in [call for call, task in tasks.items() if task.done()]:
             del tasks[call]
 
+    @property
+    def alive(self) -> bool:
+        tasks = (self._calls._read_task, self._calls._write_task)
+        return self.p2p._child.returncode is None and not any(task.done() for task in tasks)
+
+    def fail_pending_calls(self) -> None:
+        """Nothing will answer them any more; without this their callers wait for their timeouts."""
+        for future in list(self._calls._pending_calls.values()):
+            if not future.done():
+                future.set_exception(P2PDaemonError("p2pd is gone"))
+
     async def stop(self) -> None:
         """End p2pd and wait for it, by force after 3 s."""
+        self.fail_pending_calls()
         process = self.p2p._child
         try:
-            await asyncio.wait_for(self.p2p.shutdown(), ORPHAN_TIMEOUT_S)
+            await asyncio.wait_for(self.p2p.shutdown(), KILL_TIMEOUT_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
         for task in (self._calls._read_task, self._calls._write_task, self.p2p._listen_task):
             if task is not None:
-                # Retrieved here, or asyncio reports the broken connection when the task is collected.
+                # Retrieved here, or asyncio reports the broken connection when the task is
+                # collected.
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
 
 
 class _TolerantCalls(dict[Any, Any]):
-    """hivemind's pending calls, without its race. When an answer arrives in the same turn of the loop as
-    the caller's timeout, hivemind sets a result on a cancelled future; the InvalidStateError ends its
-    reader task, and every later call of this process waits for ever."""
+    """hivemind's pending calls, without its race. When an answer arrives in the same turn of the
+    loop as the caller's timeout, hivemind sets a result on a cancelled future; the
+    InvalidStateError ends its reader task, and every later call of this process waits for ever.
+    """
 
     def __getitem__(self, key: Any) -> _TolerantFuture:
         return _TolerantFuture(super().__getitem__(key))
@@ -203,7 +226,8 @@ def quiet_libraries() -> None:
 def _private_folder(data_dir: Path) -> Path:
     path = data_dir.absolute() / "p2pd"
     if len(os.fsencode(path)) + SOCKET_NAME_BYTES > SUN_PATH_BYTES:
-        # Too deep for a socket. The name is a function of the data directory, so the next start finds it.
+        # Too deep for a socket. The name is a function of the data directory, so the next start
+        # finds it.
         digest = hashlib.blake2b(os.fsencode(data_dir.absolute()), digest_size=8).hexdigest()
         path = Path(tempfile.gettempdir()) / f"moshpitd-{os.getuid()}-{digest}"
     try:
@@ -247,21 +271,25 @@ def _end(pid: int, folder: Path) -> None:
         # Checked again through a handle that cannot come to mean another process.
         if not _is_ours(str(pid), folder):
             return
-        log.warning("ending p2pd %d, which an earlier daemon of this data directory left behind", pid)
+        log.warning(
+            "ending p2pd %d, which an earlier daemon of this data directory left behind", pid
+        )
         poller = select.poll()
         poller.register(handle, select.POLLIN)
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGKILL, KILL_TIMEOUT_S)):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
-            if poller.poll(ORPHAN_TIMEOUT_S * 1000):
+            if poller.poll(patience_s * 1000):
                 return
     finally:
         os.close(handle)
 
 
 def _require_free_port(multiaddr: str) -> None:
-    """go-libp2p listens with SO_REUSEPORT: a second daemon on the same port would start without an error
-    and the kernel would deal connections out between the two. So the port is tried here first."""
+    """go-libp2p listens with SO_REUSEPORT: a second daemon on the same port would start without an
+    error and the kernel would deal connections out between the two. So the port is tried here
+    first.
+    """
     words = multiaddr.strip("/").split("/")
     if len(words) < 4 or words[0] not in ("ip4", "ip6") or words[2] != "tcp":
         return

@@ -20,8 +20,8 @@ from libp2p.security.tls.transport import TLSTransport
 from moshpitd.errors import ConfigError, RemoteProtocolError, Unreachable
 from moshpitd.net.identity import Identity, is_peer_id
 
-# Silence on a link is judged by the protocol's own deadlines; these only free a socket whose host is
-# gone. Unacknowledged data ends a link after 20 s, an idle link after 10 + 3 * 5 s.
+# Silence on a link is judged by the protocol's own deadlines; these only free a socket whose host
+# is gone. Unacknowledged data ends a link after 20 s, an idle link after 10 + 3 * 5 s.
 USER_TIMEOUT_MS = 20_000
 KEEPALIVE_IDLE_S = 10
 KEEPALIVE_INTERVAL_S = 5
@@ -30,7 +30,9 @@ KEEPALIVE_PROBES = 3
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A handshaken socket and who is at its other end. `certificate` tells two holders of one key apart."""
+    """A handshaken socket and who is at its other end. `certificate` tells two holders of one key
+    apart.
+    """
 
     socket: ssl.SSLSocket
     peer_id: str
@@ -38,7 +40,9 @@ class Proven:
 
 
 class Credentials:
-    """Both TLS contexts of one identity. The certificate is made once, so its bytes name this very process."""
+    """Both TLS contexts of one identity. The certificate is made once, so its bytes name this very
+    process.
+    """
 
     def __init__(self, identity: Identity) -> None:
         transport = TLSTransport(identity.keypair)
@@ -46,13 +50,15 @@ class Credentials:
         self.certificate: bytes = ssl.PEM_cert_to_DER_cert(transport._cert_pem)
         self._client = transport.create_ssl_context(server_side=False)
         self._server = transport.create_ssl_context(server_side=True)
-        # Links live long and reconnect rarely: a session ticket is only a record the client must skip.
+        # Links live long and reconnect rarely: a session ticket is only a record the client must
+        # skip.
         self._server.num_tickets = 0
 
     def connect(self, address: str, *, expected: str | None, timeout_s: float) -> Proven:
         """Dial `address` (host:port) and prove both ends; `expected` None takes whoever is there.
 
-        Raises Unreachable with the address and the cause: refused, timeout, wrong PeerID, no libp2p peer.
+        Raises Unreachable with the address and the cause: refused, timeout, wrong PeerID, no libp2p
+        peer.
         """
         host, port = parse_address(address)
         try:
@@ -73,7 +79,9 @@ class Credentials:
         return proven
 
     def accept(self, raw: socket.socket, *, timeout_s: float) -> Proven:
-        """Handshake as the side that was dialled. Raises RemoteProtocolError; the socket is then closed."""
+        """Handshake as the side that was dialled. Raises RemoteProtocolError; the socket is then
+        closed.
+        """
         return self._handshake(raw, server_side=True, timeout_s=timeout_s)
 
     def _handshake(self, raw: socket.socket, *, server_side: bool, timeout_s: float) -> Proven:
@@ -104,7 +112,8 @@ def proven_peer_id(certificate: bytes) -> str:
     try:
         parsed = x509.load_der_x509_certificate(certificate)
         peer_id = str(ID.from_pubkey(verify_certificate_chain([parsed])).to_base58())
-    # A stranger's certificate reaches parsers of three packages; whatever they raise, the verdict is one.
+    # A stranger's certificate reaches parsers of three packages; whatever they raise, the verdict
+    # is one.
     except Exception as error:
         raise RemoteProtocolError(f"the certificate proves no PeerID: {error}") from None
     if not is_peer_id(peer_id):
@@ -113,7 +122,9 @@ def proven_peer_id(certificate: bytes) -> str:
 
 
 def probe(credentials: Credentials, address: str, *, timeout_s: float = 3.0) -> tuple[str, bytes]:
-    """Who answers at a bulk link address: (PeerID, certificate). Raises Unreachable. Leaves no link behind."""
+    """Who answers at a bulk link address: (PeerID, certificate). Raises Unreachable. Leaves no link
+    behind.
+    """
     proven = credentials.connect(address, expected=None, timeout_s=timeout_s)
     _close(proven.socket)
     return proven.peer_id, proven.certificate
@@ -124,7 +135,9 @@ def parse_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise Unreachable(f"{address[:80]!r} is no address; expected host:port with a port of 1 to 65535")
+        raise Unreachable(
+            f"{address[:80]!r} is no address; expected host:port with a port of 1 to 65535"
+        )
     return host, int(port)
 
 
@@ -134,7 +147,9 @@ def format_address(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket, or ConfigError naming the address and the cause. "::" takes IPv4 too."""
+    """A listening TCP socket, or ConfigError naming the address and the cause. "::" takes IPv4
+    too.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()

@@ -10,7 +10,6 @@ Checked here is the form (types, finite floats, lengths). What a value means, th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import types
 import typing
@@ -51,11 +50,17 @@ class Envelope:
 
 
 def encode(run: str, message: Message) -> bytes:
-    """The bytes of a message. Raises LocalProtocolError if a field does not fit, Oversized over 1 MiB."""
+    """The bytes of a message. Raises LocalProtocolError if a field does not fit, Oversized over 1
+    MiB.
+    """
     kind = _KINDS.get(type(message))
     if kind is None:
         raise LocalProtocolError(f"{type(message).__name__} is not one of core's messages")
-    return _to_bytes([_text(run, "run"), kind, _fields_out(message)], type(message).__name__)
+    try:
+        _text(run, "run")
+    except _Misfit as misfit:
+        raise LocalProtocolError(str(misfit)) from None
+    return _to_bytes([run, kind, _fields_out(message)], type(message).__name__)
 
 
 def decode(data: bytes, *, peer: str = "") -> Envelope:
@@ -101,7 +106,7 @@ def _fields_out(value: Any) -> list[Any]:
 
 def _to_bytes(items: list[Any], name: str) -> bytes:
     try:
-        data = bytes([WIRE_VERSION]) + msgpack.packb(items, use_bin_type=True)
+        data: bytes = bytes([WIRE_VERSION]) + msgpack.packb(items, use_bin_type=True)
     except (ValueError, TypeError) as error:
         raise LocalProtocolError(f"{name} cannot be encoded: {error}") from None
     if len(data) > MESSAGE_BYTES_MAX:
@@ -118,7 +123,8 @@ def _from_bytes(data: bytes) -> list[Any]:
     try:
         # msgpack bounds lengths by what is there, and nesting; a claim of 4 Gi items costs nothing.
         items = msgpack.unpackb(memoryview(data)[1:], raw=False, use_list=True, strict_map_key=True)
-    # A parser on bytes from outside: ValueError and its kin, TypeError, OverflowError, RecursionError.
+    # A parser on bytes from outside: ValueError and its kin, TypeError, OverflowError,
+    # RecursionError.
     except Exception as error:
         raise _Misfit(f"no msgpack: {str(error)[:80]}") from None
     if type(items) is not list:
@@ -126,7 +132,7 @@ def _from_bytes(data: bytes) -> list[Any]:
     return items
 
 
-# -- schemas from type hints --------------------------------------------------------------------------
+# -- schemas from type hints -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +143,27 @@ class _Schema:
     read: _Convert
 
 
-@functools.cache
+_SCHEMAS: dict[type, _Schema] = {}
+
+
 def _schema(kind: type) -> _Schema:
-    """The schema of a dataclass: an array with exactly its fields."""
-    if not dataclasses.is_dataclass(kind):
-        raise LocalProtocolError(f"{kind.__name__} is no dataclass, so it has no wire form")
+    """The schema of a dataclass, made from its type hints once."""
+    if kind not in _SCHEMAS:
+        if not dataclasses.is_dataclass(kind):
+            raise LocalProtocolError(f"{kind.__name__} is no dataclass, so it has no wire form")
+        _SCHEMAS[kind] = _of_dataclass(kind)
+    return _SCHEMAS[kind]
+
+
+def _of_dataclass(kind: type) -> _Schema:
+    """An array with exactly the fields of the dataclass."""
+    assert dataclasses.is_dataclass(kind)
     hints = typing.get_type_hints(kind)
     names = tuple(one.name for one in dataclasses.fields(kind))
     parts = tuple(_of_hint(hints[one.name], one.metadata) for one in dataclasses.fields(kind))
 
     def write(value: Any, where: str) -> list[Any]:
-        if type(value) is not kind:
+        if not _is_exactly(value, kind):
             raise _Misfit(f"{where}: {_name(value)}, expected {kind.__name__}")
         return [
             part.write(getattr(value, name), f"{where}.{name}")
@@ -198,7 +214,7 @@ def _optional(inner: _Schema) -> _Schema:
 
 def _sequence(inner: _Schema, most: int) -> _Schema:
     def convert(value: Any, where: str, kind: type, each: _Convert) -> list[Any]:
-        if value.__class__ is not kind:
+        if not _is_exactly(value, kind):
             raise _Misfit(f"{where}: {_name(value)}, expected a sequence")
         if len(value) > most:
             raise _Misfit(f"{where}: {len(value)} items, at most {most}")
@@ -212,7 +228,7 @@ def _sequence(inner: _Schema, most: int) -> _Schema:
 
 def _fixed(inner: tuple[_Schema, ...]) -> _Schema:
     def check(value: Any, where: str, kind: type) -> None:
-        if value.__class__ is not kind or len(value) != len(inner):
+        if not _is_exactly(value, kind) or len(value) != len(inner):
             raise _Misfit(f"{where}: {_name(value)}, expected {len(inner)} items")
 
     def write(value: Any, where: str) -> list[Any]:
@@ -230,7 +246,7 @@ def _enumeration(kind: type[Enum]) -> _Schema:
     plain = type(next(iter(kind)).value)
 
     def write(value: Any, where: str) -> Any:
-        if type(value) is not kind:
+        if not _is_exactly(value, kind):
             raise _Misfit(f"{where}: {_name(value)}, expected {kind.__name__}")
         return plain(value.value)
 
@@ -325,10 +341,15 @@ _PLAIN: dict[Any, Callable[[Mapping[str, Any]], _Schema]] = {
 }
 
 
+def _is_exactly(value: Any, kind: type) -> bool:
+    return type(value) is kind
+
+
 def _name(value: Any) -> str:
     return type(value).__name__
 
 
-# A field without a wire form is a mistake in core/messages.py; better found at import than in a round.
+# A field without a wire form is a mistake in core/messages.py; better found at import than in a
+# round.
 for _kind in MESSAGES:
     _schema(_kind)

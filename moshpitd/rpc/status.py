@@ -42,6 +42,7 @@ CODES = {
     "schema_changed": "FAILED_PRECONDITION",
     "run_differs": "FAILED_PRECONDITION",
     "bucket_unreachable": "FAILED_PRECONDITION",
+    "buffers_dir": "FAILED_PRECONDITION",
     "bucket_modified": "ABORTED",
     "bucket_busy": "ABORTED",
     "partial": "ABORTED",

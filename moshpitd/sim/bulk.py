@@ -1,16 +1,15 @@
-"""The world's data plane: parts, results and snapshots really move, as float64 vectors. One rule: it does what the
-effects say and nothing that they do not; who gave up on whom, and when, is the Peer's business.
+"""The world's data plane: parts, results and snapshots really move, as float64 vectors. One rule:
+it does what the effects say and nothing that they do not; who gave up on whom, and when, is the
+Peer's business.
 
-It stands where `daemon/exchange.py` stands on a node and posts the same events. Time on the wire is
-the simplest that still orders things rightly: every node's uplink and downlink carry one part at a
-time, and a link adds its delay.
+It stands where `daemon/exchange.py` stands on a node, and posts the same events.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,32 +28,18 @@ from moshpitd.core.effects import (
 )
 from moshpitd.core.events import (
     Averaged,
-    Digested,
-    Event,
     LinkLost,
     PartArrived,
     PartFailed,
     ResultArrived,
-    SnapshotArrived,
-    SnapshotFailed,
-    SnapshotProgressed,
-    SnapshotRefreshed,
-    SnapshotSent,
 )
 from moshpitd.core.outcome import Reason
 from moshpitd.sim.checks import Checks
 from moshpitd.sim.faults import Options, stream
 from moshpitd.sim.network import Links
-from moshpitd.sim.nodes import Node, Payload, Plane, Round, Transfer, Vector, digest_of
-
-DIAL_TIMEOUT_S = 5.0
-"""A dial into nothing gives up then: three retransmitted SYNs."""
-NOTICE_S = 30.0
-"""When TCP notices that a vanished peer acknowledges nothing (TCP_USER_TIMEOUT as a daemon would set it)."""
-EARLY_S = 60.0
-"""Parts for a group that never opens are held for so long; a link would be closed by then."""
-MEMORY_BYTES_PER_S = 2e9
-"""Encoding, averaging and copying, next to the wire: DESIGN 11's figures for slices, rounded down."""
+from moshpitd.sim.nodes import Node, Payload, Plane, Round, Vector
+from moshpitd.sim.snapshots import Snapshots
+from moshpitd.sim.wire import NOTICE_S, Outside, Wire
 
 
 class Bulk:
@@ -64,39 +49,34 @@ class Bulk:
         self._world, self._links, self._checks, self._options = world, links, checks, options
         self._cut = stream(options.seed, "cut")
         self.cut = options.cut
+        self._wire = Wire(world, links, options)
+        self._wire.broken.append(self._link_broken)
+        snapshots = self._snapshots = Snapshots(world, self._wire, checks, options)
         self._work: dict[type, Callable[[Node, Any], None]] = {
             Open: self._open, Push: self._push, Average: self._average, Close: self._close,
-            FetchSnapshot: self._fetch, PushSnapshot: self._serve, DropSnapshot: self._drop,
-            LoadSnapshot: self._load, RefreshSnapshot: self._refresh, Digest: self._digest,
+            FetchSnapshot: snapshots.fetch, PushSnapshot: snapshots.serve,
+            DropSnapshot: snapshots.drop, LoadSnapshot: snapshots.load,
+            RefreshSnapshot: snapshots.refresh, Digest: snapshots.digest,
         }  # fmt: skip
 
     def handle(self, node: Node, effect: Effect) -> None:
         self._work[type(effect)](node, effect)
 
     def died(self, node: Node, others: list[Node]) -> None:
-        """The daemon of `node` is dead: whoever had a link to it learns it at once, or (vanished) when TCP does."""
+        """The daemon of `node` is dead: whoever had a link to it learns it at once, or (vanished)
+        when TCP does."""
         for other in others:
             if other is node or other.peer is None:
                 continue
             delay = NOTICE_S if node.vanished else self._links.latency(node.index, other.index)
-            for round_ in other.plane.rounds.values():
+            for group_id, round_ in other.plane.rounds.items():
                 if any(member.peer_id == node.peer_id for member in round_.group.members):
-                    self._world.later(
-                        delay,
-                        self._lose,
-                        other,
-                        round_.group.group_id,
-                        node.peer_id,
-                        Reason.LINK_LOST,
-                    )
-            for transfers in (other.plane.incoming, other.plane.outgoing):
-                for nonce, transfer in transfers.items():
-                    if transfer.other == node.peer_id:
-                        self._world.later(delay, self._break, other, nonce, Reason.LINK_LOST)
+                    self._world.later(delay, self._link_broken, other, group_id, node)
+            self._snapshots.other_died(other, node, delay)
         plane = node.plane
         node.plane = Plane(up_mbps=plane.up_mbps, down_mbps=plane.down_mbps)
 
-    # -- rounds -----------------------------------------------------------------------------------
+    # -- rounds ------------------------------------------------------------------------------------
 
     def _open(self, node: Node, effect: Open) -> None:
         group = effect.group
@@ -117,14 +97,12 @@ class Bulk:
         for index, other in enumerate(others):
             if index != effect.index and (index in reducers or effect.index in reducers):
                 self._link(node, other, group.group_id)
-        self._release(node, group.group_id)
+        self._wire.release(node, group.group_id)
 
     def _link(self, node: Node, other: Node, group_id: bytes) -> None:
-        lose, latency = self._lose, self._links.latency(node.index, other.index)
-        if not (node.dialable or other.dialable):
-            self._world.later(0.0, lose, node, group_id, other.peer_id, Reason.UNREACHABLE)
-        elif other.peer is None:
-            delay = DIAL_TIMEOUT_S if other.vanished else 2.0 * latency
+        lose = self._lose
+        if other.peer is None or not (node.dialable or other.dialable):
+            delay = self._wire.refused_s(node, other)
             self._world.later(delay, lose, node, group_id, other.peer_id, Reason.UNREACHABLE)
         elif self.cut > 0.0 and node.index < other.index and self._cut.random() < self.cut:
             delay = self._cut.uniform(0.0, 0.5)
@@ -140,6 +118,9 @@ class Bulk:
                 round_.lost.add(index)
                 self._world.post(0.0, node, LinkLost(peer_id, reason))
 
+    def _link_broken(self, node: Node, group_id: bytes, other: Node) -> None:
+        self._lose(node, group_id, other.peer_id, Reason.LINK_LOST)
+
     def _push(self, node: Node, effect: Push) -> None:
         round_ = node.plane.rounds.get(effect.group_id)
         if round_ is None or effect.to in round_.lost:
@@ -153,11 +134,13 @@ class Bulk:
                     self._checks.fail(
                         f"pushes the result of part {part}, which it never averaged", node
                     )
-                self._send(node, other, stamp, self._result_arrived, part, round_.index, payload)
+                self._wire.send(
+                    node, other, stamp, self._result_arrived, part, round_.index, payload
+                )
             else:
-                values = round_.value[self._slice(part)].copy()
+                values = round_.value[self._options.slice_of(part)].copy()
                 call = self._contribution_arrived
-                self._send(node, other, stamp, call, part, round_.index, values, effect.epoch)
+                self._wire.send(node, other, stamp, call, part, round_.index, values, effect.epoch)
 
     def _contribution_arrived(
         self, node: Node, group_id: bytes, part: int, sender: int, values: Vector, epoch: int
@@ -185,7 +168,7 @@ class Bulk:
         self._world.post(0.0, node, PartArrived(group_id, part, sender, epoch))
 
     def _average(self, node: Node, effect: Average) -> None:
-        self._world.later(self._work_s(), self._averaged, node, node.incarnation, effect)
+        self._world.later(self._wire.work_s(), self._averaged, node, node.incarnation, effect)
 
     def _averaged(self, node: Node, incarnation: int, effect: Average) -> None:
         round_ = node.plane.rounds.get(effect.group_id)
@@ -196,7 +179,7 @@ class Bulk:
             self._checks.fail(f"averages part {part} twice", node)
         sums, total = round_.sums.pop(part, None), round_.totals.get(part, 0.0)
         contributors = round_.senders.get(part, [])
-        own = round_.weight * round_.value[self._slice(part)]
+        own = round_.weight * round_.value[self._options.slice_of(part)]
         if round_.weight > 0.0:
             contributors = [*contributors, round_.index]
         if not contributors:
@@ -229,7 +212,7 @@ class Bulk:
 
     def _place(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         round_.results[part] = payload
-        where = self._slice(part)
+        where = self._options.slice_of(part)
         for bucket in round_.buckets.values():
             bucket[where] = payload.values
         for bucket in round_.late.values():
@@ -241,11 +224,14 @@ class Bulk:
             node.plane.closed[effect.group_id] = self._world.now
             self._checks.closed(node, round_)
 
-    def _slice(self, part: int) -> slice:
-        return slice(part * self._options.elements, (part + 1) * self._options.elements)
-
-    def _work_s(self) -> float:
-        return self._options.part_bytes / MEMORY_BYTES_PER_S
+    def _round_of(
+        self, node: Node, group_id: bytes, call: Callable[..., None], *args: Any
+    ) -> Round | None:
+        """The open round that a part belongs to; a part that comes before its Begin is held."""
+        round_ = node.plane.rounds.get(group_id)
+        if round_ is None:
+            self._wire.hold(node, group_id, call, *args)
+        return round_
 
 
 def _buckets(node: Node, names: Iterable[str]) -> dict[str, Vector]:

@@ -1,5 +1,6 @@
-"""What must hold in every world, after every event. One rule: a check reads what was asked for and what really moved,
-never the state of a Peer, so that a Peer cannot be right by its own account only.
+"""What must hold in every world, after every event. One rule: a check reads what was asked for and
+what really moved, never the state of a Peer, so that a Peer cannot be right by its own account
+only.
 
 The average is compared with a dumb twin: the weighted mean of the contributions as they lay in the
 buckets at Open, computed directly.
@@ -16,25 +17,29 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moshpitd.core.effects import NOTES, Effect, Finish, Note, Send
-from moshpitd.core.messages import Group
+from moshpitd.core.messages import Group, Record
 from moshpitd.core.outcome import Outcome, Status
 from moshpitd.errors import MoshpitError
 from moshpitd.sim.faults import Options
 from moshpitd.sim.nodes import Node, Payload, Round, Vector
 
 SLACK_S = 1e-3
-"""A deadline is met if Finish comes within this of it: timers are floats on clocks with an offset."""
+"""A deadline is met if Finish comes within this of it: timers are floats on clocks with an
+offset."""
 RTOL = 1e-12
-"""The order of additions differs between reducer and twin; float64 sums of 64 values agree to this."""
+"""The order of additions differs between reducer and twin; float64 sums of 64 values agree to
+this."""
 STORY_LINES = 200
-"""Length of a transcript: what led to a failure is seldom further back than one round of one group."""
+"""Length of a transcript: what led to a failure is seldom further back than one round of one
+group."""
 ROUNDS_KEPT = 8
-"""Rounds remembered per peer: a sweep has as many as the grid has sides, and those are at most 8."""
+"""Rounds remembered per peer: a sweep has as many as the grid has sides, and those are at most
+8."""
 
 
 class Violation(MoshpitError):
-    """A property does not hold. Carries all that is needed to see it again: seed, options, time, and what the
-    peers involved saw and did before."""
+    """A property does not hold. Carries all that is needed to see it again: seed, options, time,
+    and what the peers involved saw and did before."""
 
     def __init__(self, what: str, options: Options, at: float, transcript: str) -> None:
         self.what, self.options, self.at, self.transcript = what, options, at, transcript
@@ -63,7 +68,7 @@ class Checks:
         """What its last rounds came to died with it."""
         self._recent.pop(node.peer_id, None)
 
-    # -- calls end by their deadline ----------------------------------------------------------------
+    # -- calls end by their deadline ---------------------------------------------------------------
 
     def called(self, node: Node, token: str, timeout_s: float) -> None:
         deadline = self._now() + timeout_s + SLACK_S
@@ -83,7 +88,7 @@ class Checks:
                     f"did not finish {token} by its deadline {deadline:.3f}", self._calls[token][1]
                 )
 
-    # -- effects ------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------
 
     def effect(self, node: Node, effect: Effect) -> None:
         match effect:
@@ -115,7 +120,8 @@ class Checks:
             self._judge(node, outcome)
 
     def _judge(self, node: Node, outcome: Outcome) -> None:
-        """The outcome against what really happened in its round (of a sweep: the worst of its last rounds)."""
+        """The outcome against what really happened in its round (of a sweep: the worst of its last
+        rounds)."""
         results = self._recent.get(node.peer_id, {}).get(outcome.group_id)
         group = self._groups.get(outcome.group_id)
         if group is None or results is None:
@@ -152,7 +158,7 @@ class Checks:
         ):
             self.fail(f"ends at version {outcome.version}, not one past the largest in Begin", node)
 
-    # -- rounds ---------------------------------------------------------------------------------------
+    # -- rounds ------------------------------------------------------------------------------------
 
     def opened(self, node: Node, round_: Round) -> None:
         group, open_ = round_.group, node.plane.rounds
@@ -171,10 +177,8 @@ class Checks:
         if names[round_.index] != node.peer_id:
             self.fail(f"takes the place of {names[round_.index]}", node)
         if group.members[round_.index].weight != round_.weight:
-            self.fail(
-                f"opens with weight {round_.weight}, Begin says {group.members[round_.index].weight}",
-                node,
-            )
+            said = group.members[round_.index].weight
+            self.fail(f"opens with weight {round_.weight}, Begin says {said}", node)
         if len(round_.reducers) != self._options.parts or not all(
             0 <= r < len(names) for r in round_.reducers
         ):
@@ -187,8 +191,7 @@ class Checks:
     def averaged(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """The dumb twin."""
         shares = self._contributions[round_.group.group_id]
-        size = self._options.elements
-        where = slice(part * size, (part + 1) * size)
+        where = self._options.slice_of(part)
         for index in payload.contributors:
             if index not in shares:
                 self.fail(f"averages part {part} with member {index}, which never opened", node)
@@ -210,9 +213,8 @@ class Checks:
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
         seen = self._results.setdefault(round_.group.group_id, {})
-        size = self._options.elements
         for part, payload in round_.results.items():
-            where = slice(part * size, (part + 1) * size)
+            where = self._options.slice_of(part)
             for name, bucket in round_.buckets.items():
                 if bucket[where].tobytes() != payload.values.tobytes():
                     self.fail(
@@ -224,10 +226,8 @@ class Checks:
                     and index in payload.contributors
                     and round_.index in other.contributors
                 ):
-                    self.fail(
-                        f"holds other bits of part {part} than {round_.group.members[index].peer_id}",
-                        node,
-                    )
+                    peer_id = round_.group.members[index].peer_id
+                    self.fail(f"holds other bits of part {part} than {peer_id}", node)
             seen[part].append((round_.index, payload))
 
     def serving(self, node: Node) -> None:
@@ -252,7 +252,8 @@ _BOUNDS: dict[type, list[tuple[str, int | None, bool]]] = {}
 
 
 def _bounds(kind: type) -> list[tuple[str, int | None, bool]]:
-    """(field, limit, may hold messages) of those fields that have a bound or may hold something that does."""
+    """(field, limit, may hold messages) of those fields that have a bound or may hold something
+    that does."""
     known = _BOUNDS.get(kind)
     if known is None:
         known = []
@@ -265,7 +266,7 @@ def _bounds(kind: type) -> list[tuple[str, int | None, bool]]:
     return known
 
 
-# -- transcripts --------------------------------------------------------------------------------------
+# -- transcripts -----------------------------------------------------------------------------------
 
 
 def transcript(nodes: Iterable[Node]) -> str:
@@ -279,7 +280,8 @@ def transcript(nodes: Iterable[Node]) -> str:
 
 
 def brief(value: Any) -> str:
-    """One line for an event, effect or message: default fields, long tuples and hashes cut short."""
+    """One line for an event, effect or message: default fields, long tuples and hashes cut
+    short."""
     if isinstance(value, bytes):
         return value.hex()[:8] or "-"
     if isinstance(value, float):
@@ -287,6 +289,12 @@ def brief(value: Any) -> str:
     if isinstance(value, tuple):
         head = ", ".join(brief(item) for item in value[:4])
         return f"({head}{f', ... {len(value)}' if len(value) > 4 else ''})"
+    if isinstance(value, Record):
+        place = f"r{value.round} {value.coordinates} of {value.shape.epoch}:{value.shape.sides}"
+        return f"<{value.peer_id} v{value.version} {brief(value.lineage.digest)} {place}>"
+    if isinstance(value, Group):
+        members = " ".join(f"{member.peer_id}*{member.weight:g}" for member in value.members)
+        return f"<{brief(value.group_id)} r{value.round} led by {value.leader}: {members}>"
     if is_dataclass(value) and not isinstance(value, type):
         shown = [
             f"{one.name}={brief(item)}"

@@ -1,5 +1,6 @@
-"""What a world is like and what goes wrong in it, drawn from one seed. One rule: every option and every fault has a
-stream of its own, so that adding one does not shift the draws of another and old seeds keep their meaning."""
+"""What a world is like and what goes wrong in it, drawn from one seed. One rule: every option and
+every fault has a stream of its own, so that adding one does not shift the draws of another and old
+seeds keep their meaning."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from moshpitd.core.params import Params
 
 
 def stream(seed: int, *names: object) -> Random:
-    """The generator that belongs to these names: a function of seed and names alone, not of who drew before."""
+    """The generator that belongs to these names: a function of seed and names alone, not of who
+    drew before."""
     name = "/".join(str(part) for part in (seed, *names))
     return Random(int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "big"))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Everything about a world but the draws themselves. Durations are seconds of world time, chances 0..1.
+    """Everything about a world but the draws themselves. Durations are seconds of world time,
+    chances 0..1.
 
     Invariant: with the last group (faults) at its defaults nothing ever fails, so a world that
     fails then has found a bug of the protocol's happy path.
@@ -110,9 +113,14 @@ class Options:
     bound_s: float = 240.0
     """...within this time."""
 
+    def slice_of(self, part: int) -> slice:
+        """Where a part lies in a trainer's vector."""
+        return slice(part * self.elements, (part + 1) * self.elements)
+
 
 def draw(seed: int, *, peers: int = 50, max_group: int | None = None) -> Options:
-    """The world of a seed. Which faults exist at all is drawn too: a fault that is always on hides what happens without it."""
+    """The world of a seed. Which faults exist at all is drawn too: a fault that is always on hides
+    what happens without it."""
     chosen: dict[str, Any] = {
         name: pick(stream(seed, "option", name)) for name, pick in DRAWN.items()
     }

@@ -1,5 +1,6 @@
-"""Births, deaths and daily work: when daemons start, die and return, and what trainers do between calls. One rule: it
-tells Peers what happened to them and their trainers, as facts; it never looks into one."""
+"""Births, deaths and daily work: when daemons start, die and return, and what trainers do between
+calls. One rule: it tells Peers what happened to them and their trainers, as facts; it never looks
+into one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from moshpitd.core.events import (
 )
 from moshpitd.core.outcome import Status
 from moshpitd.sim.bulk import Bulk
-from moshpitd.sim.checks import Checks
+from moshpitd.sim.checks import SLACK_S, Checks
 from moshpitd.sim.faults import Fault, Options, plan, stream
 from moshpitd.sim.nodes import MakePeer, Node, Plane, Trainer, Vector, digest_of
 
@@ -48,7 +49,8 @@ class Outside(Protocol):
 
 
 class Life:
-    """Invariant: a trainer has at most one open call, and no call outlives the daemon that it was made to."""
+    """Invariant: a trainer has at most one open call, and no call outlives the daemon that it was
+    made to."""
 
     def __init__(self, world: Outside, options: Options, make: MakePeer) -> None:
         self._world, self._options, self._make = world, options, make
@@ -92,7 +94,7 @@ class Life:
             self._world.nodes[index] for index in dict.fromkeys(index for index, _ in self._due)
         ]
 
-    # -- daemons ----------------------------------------------------------------------------------
+    # -- daemons -----------------------------------------------------------------------------------
 
     def start(self, node: Node) -> None:
         """A new daemon under the node's old PeerID; its trainers attach."""
@@ -109,7 +111,8 @@ class Life:
                 self.attach(node, trainer)
 
     def kill(self, node: Node, *, silent: bool = False, forgets: bool = False) -> None:
-        """The daemon dies at once. Its trainers live on with their values, unless the machine forgets."""
+        """The daemon dies at once. Its trainers live on with their values, unless the machine
+        forgets."""
         if node.peer is None:
             return
         node.story.append((self._world.now, "-- killed --"))
@@ -144,7 +147,7 @@ class Life:
         if node.peer is None and not node.gone:
             self.start(node)
 
-    # -- trainers ---------------------------------------------------------------------------------
+    # -- trainers ----------------------------------------------------------------------------------
 
     def attach(self, node: Node, trainer: Trainer) -> None:
         """The trainer (re-)attaches with what it knows of its past, and goes on computing."""
@@ -218,6 +221,7 @@ class Life:
         timeout_s = self._options.call_timeout_s
         trainer.token = token = f"{node.peer_id}.{trainer.name}.{trainer.calls}"
         self._world.checks.called(node, token, timeout_s)
+        self._world.later(timeout_s + 2.0 * SLACK_S, self._world.checks.after_event)
         if (
             not self.calm
             and self._options.impatient
@@ -297,7 +301,8 @@ def _trainer(options: Options, index: int, number: int) -> Trainer:
 
 
 def _initial(options: Options, index: int, number: int, what: str) -> Vector:
-    """Standard normal values. With `same_start` all trainers get the same initial ones, never the same steps."""
+    """Standard normal values. With `same_start` all trainers get the same initial ones, never the
+    same steps."""
     names = (what,) if what == "init" and options.same_start else (what, index, number)
     rng = stream(options.seed, *names)
     return np.array([rng.gauss(0.0, 1.0) for _ in range(options.parts * options.elements)])

@@ -1,5 +1,5 @@
-"""Who hears what, how late, and what the directory answers. One rule: it decides and remembers, but schedules nothing;
-the world turns its delays into events."""
+"""Who hears what, how late, and what the directory answers. One rule: it decides and remembers, but
+schedules nothing; the world turns its delays into events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _NORMAL = NormalDist()
 
 
 class Links:
-    """Delays and losses of control messages. Invariant: a link's base delay is a function of the seed
-    and the two ends alone, so it costs nothing until it is used and no order of use changes it."""
+    """Delays and losses of control messages. Invariant: a link's base delay is a function of the
+    seed and the two ends alone, so it costs nothing until it is used and no order of use changes
+    it."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -44,7 +45,8 @@ class Links:
         return self.latency(one, other) * factor
 
     def fate(self) -> str:
-        """What happens to one control message: "" (it arrives), "lost" or "reported" (lost, and the sender learns it)."""
+        """What happens to one control message: "" (it arrives), "lost" or "reported" (lost, and the
+        sender learns it)."""
         if self.loss <= 0.0 or self._loss.random() >= self.loss:
             return ""
         return "lost" if self._loss.random() < self._options.loss_silent else "reported"
@@ -59,13 +61,15 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Slot:
-    """What one peer stored under one key: the newest, and the one before it while the newest is not yet visible."""
+    """What one peer stored under one key: the newest, and the one before it while the newest is not
+    yet visible."""
 
     kept: list[_Stored] = field(default_factory=list)
 
 
 class Directory:
-    """key -> records with a ttl. Invariant: the later store wins, whatever the record says of itself, as in a DHT."""
+    """key -> records with a ttl. Invariant: the later store wins, whatever the record says of
+    itself, as in a DHT."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

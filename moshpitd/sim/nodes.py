@@ -1,5 +1,6 @@
-"""What lives in the world: nodes, their daemons and their trainers. One rule: plain state and no behaviour beyond a
-node's clock; `world.py` moves it, `bulk.py` moves its tensors, `checks.py` judges it."""
+"""What lives in the world: nodes, their daemons and their trainers. One rule: plain state and no
+behaviour beyond a node's clock; `world.py` moves it, `bulk.py` moves its tensors, `checks.py`
+judges it."""
 
 from __future__ import annotations
 
@@ -109,16 +110,22 @@ class Payload:
 
 @dataclass(slots=True)
 class Transfer:
-    """A snapshot on its way, seen from the newcomer (`staged`) or from the donor (`staged` empty)."""
+    """A snapshot on its way, seen from the newcomer (`staged`) or from the donor (`staged`
+    empty)."""
 
     other: str
     pieces: int
     staged: list[Vector] = field(default_factory=list)
 
 
+Early: TypeAlias = dict[bytes, list[tuple[Callable[..., None], tuple[Any, ...]]]]
+"""Group or transfer -> what arrived for it before it was opened."""
+
+
 @dataclass(slots=True)
 class Plane:
-    """A node's bulk side. `up_free` and `down_free` are the instants at which its wire is idle again."""
+    """A node's bulk side. `up_free` and `down_free` are the instants at which its wire is idle
+    again."""
 
     up_mbps: float
     down_mbps: float
@@ -129,9 +136,7 @@ class Plane:
     copy: Vector | None = None  # the donor copy
     incoming: dict[bytes, Transfer] = field(default_factory=dict)
     outgoing: dict[bytes, Transfer] = field(default_factory=dict)
-    early: dict[bytes, list[tuple[Callable[..., None], tuple[Any, ...]]]] = field(
-        default_factory=dict
-    )
+    early: Early = field(default_factory=dict)
     closed: dict[bytes, float] = field(
         default_factory=dict
     )  # group or transfer -> when it was closed
@@ -139,8 +144,9 @@ class Plane:
 
 @dataclass(slots=True)
 class Node:
-    """One machine. Invariant: whatever was addressed to an earlier `incarnation` of its daemon never reaches a later
-    one, except a control message, which finds whoever answers under the PeerID."""
+    """One machine. Invariant: whatever was addressed to an earlier `incarnation` of its daemon
+    never reaches a later one, except a control message, which finds whoever answers under the
+    PeerID."""
 
     index: int
     peer_id: str

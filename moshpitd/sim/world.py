@@ -1,5 +1,6 @@
-"""The second driver of `core.peer.Peer`: a heap of (time, sequence, call) instead of a clock and a network. One rule: no
-protocol rule lives here; what a Peer asks for is done or fails as the options say, and nothing else happens.
+"""The second driver of `core.peer.Peer`: a heap of (time, sequence, call) instead of a clock and a
+network. One rule: no protocol rule lives here; what a Peer asks for is done or fails as the options
+say, and nothing else happens.
 
 Phase one: faults, with every check after every event. Phase two: faults stop, the dead come back,
 and every survivor must finish `goal` complete rounds within `bound_s`.
@@ -21,17 +22,19 @@ from moshpitd.core.events import Announced, Event, Found, Received, Ticked, Unde
 from moshpitd.core.messages import MESSAGES, Message
 from moshpitd.core.params import Params
 from moshpitd.core.peer import Peer
-from moshpitd.sim.bulk import DIAL_TIMEOUT_S, Bulk
+from moshpitd.sim.bulk import Bulk
 from moshpitd.sim.checks import Checks
 from moshpitd.sim.faults import Options
 from moshpitd.sim.life import Life, make_nodes
 from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import MakePeer, Node, Participant, digest_of
+from moshpitd.sim.wire import DIAL_TIMEOUT_S
 
 REPORT_S = 1.0
 """A lost message is reported to its sender after that: the transport's own retries take as long."""
 SPIN = 32
-"""A Peer that is ticked so often at one instant and still asks for that instant would tick for ever."""
+"""A Peer that is ticked so often at one instant and still asks for that instant would tick for
+ever."""
 
 Watcher: TypeAlias = Callable[[Node, Event | Effect], None]
 _CODE = {kind: number for number, kind in enumerate((*get_args(Event), *get_args(Effect)))}
@@ -54,14 +57,15 @@ class Report:
 
 
 class World:
-    """Invariant: everything that happens is on the heap, and of two things at one instant the one that was put there
-    first happens first."""
+    """Invariant: everything that happens is on the heap, and of two things at one instant the one
+    that was put there first happens first."""
 
     def __init__(self, options: Options, make: MakePeer | None = None) -> None:
         self.options = options
         self.now = 0.0
         self.watchers: list[Watcher] = []
-        """Called before every event and effect; a test kills a node from here at the very point it wants."""
+        """Called before every event and effect; a test kills a node from here at the very point it
+        wants."""
         self.nodes = make_nodes(options)
         self.checks = Checks(options, lambda: self.now)
         self.links = Links(options)
@@ -109,7 +113,7 @@ class World:
             group_sizes=dict(sorted(self.life.sizes.items())),
         )
 
-    # -- what the other rooms of the world use ------------------------------------------------------
+    # -- what the other rooms of the world use -----------------------------------------------------
 
     def later(self, delay: float, call: Callable[..., None], *args: Any) -> None:
         self._sequence += 1
@@ -123,7 +127,8 @@ class World:
         return self._by_id[peer_id]
 
     def tell(self, node: Node, event: Event, *, at_least: float = 0.0) -> None:
-        """Hand `event` to the daemon on `node`, if one lives there, and carry out what it asks, in order."""
+        """Hand `event` to the daemon on `node`, if one lives there, and carry out what it asks, in
+        order."""
         peer, incarnation = node.peer, node.incarnation
         for watcher in self.watchers:
             watcher(node, event)
@@ -148,7 +153,7 @@ class World:
             self._perform(node, effect)
         self._arm(node, peer)
 
-    # -- effects ------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------
 
     def _perform(self, node: Node, effect: Effect) -> None:
         if isinstance(effect, Send):
@@ -185,7 +190,8 @@ class World:
             self.post(delay, node, Undelivered(other.peer_id, message))
 
     def _stored(self, node: Node, incarnation: int, effect: Announce) -> None:
-        """The record is stored even if its daemon died meanwhile: the directory is not told of that."""
+        """The record is stored even if its daemon died meanwhile: the directory is not told of
+        that."""
         works = self.directory.works()
         if works:
             self.directory.store(effect.key, effect.record, ttl_s=effect.ttl_s, now=self.now)
@@ -198,7 +204,7 @@ class World:
         records = self.directory.find(effect.key, asker=node.peer_id, now=self.now)
         self._tell_same(node, incarnation, Found(effect.key, records))
 
-    # -- time ---------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         self.links.loss = 0.0
@@ -239,7 +245,8 @@ class World:
         self.tell(node, Ticked(), at_least=deadline)
 
     def _remember(self, node: Node, event: Event, effects: list[Effect]) -> None:
-        """Fold into the digest what happened: enough of each event and effect that no two different runs agree."""
+        """Fold into the digest what happened: enough of each event and effect that no two different
+        runs agree."""
         line = [f"{_CODE[type(event)]}"]
         if isinstance(event, Received):
             line.append(f"{event.sender} {_MESSAGE[type(event.message)]}")

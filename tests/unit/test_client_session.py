@@ -201,6 +201,15 @@ def test_a_newcomer_loads_the_swarm_state_at_attach(daemon: FakeDaemon) -> None:
         assert session.get_state() == b"step 41"
 
 
+def test_a_sync_that_finds_the_trainer_current_says_whose_parameters_it_has(
+    daemon: FakeDaemon,
+) -> None:
+    daemon.sync_answer = lambda call: iter([result("complete", accepted=False, participants=0)])
+    with session_of(daemon, [torch.ones(1)]) as session:
+        assert session.state_dict()["founder"] == "12D3KooWFake"
+        assert session.version == 0
+
+
 def test_a_loaded_snapshot_is_taken_even_when_its_round_failed(daemon: FakeDaemon) -> None:
     values = torch.zeros(3)
 
@@ -244,9 +253,10 @@ def test_whole_numbers_of_any_type_are_weights(daemon: FakeDaemon) -> None:
     ],
 )
 def test_bad_options_are_refused_before_any_traffic(daemon: FakeDaemon, options: Any) -> None:
-    with session_of(daemon, [torch.ones(1)], sync=False) as session:
-        with pytest.raises(TrainerError, match=f"{next(iter(options))} "):
-            session.average(**options)
+    word = next(iter(options))
+    session = session_of(daemon, [torch.ones(1)], sync=False)
+    with session, pytest.raises(TrainerError, match=f"{word} "):
+        session.average(**options)
     assert daemon.calls == []
 
 

@@ -35,7 +35,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "sim": frozenset({"core", "tensors"}),
     "daemon": frozenset({"core", "tensors", "net", "rpc"}),  # and _pb, in daemon/api only
     "client": frozenset({"tensors", "rpc"}),
-    "testing": frozenset({"core", "tensors", "client"}),
+    # daemon, because LocalSwarm runs real nodes in the test's own process.
+    "testing": frozenset({"core", "tensors", "client", "daemon"}),
     "examples": frozenset({"client"}),
     "cli": frozenset({"rpc", "daemon", "sim"}),
     "__init__": frozenset(),

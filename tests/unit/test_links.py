@@ -1,4 +1,6 @@
-"""Real sockets on the loopback: nothing short, damaged or foreign is ever delivered, nothing is lost in silence."""
+"""Real sockets on the loopback: nothing short, damaged or foreign is ever delivered, nothing is
+lost in silence.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from libp2p.security.tls.certificate import create_cert_template
 
-from moshpitd.errors import ConfigError, LocalProtocolError, Oversized, RemoteProtocolError
-from moshpitd.errors import Unreachable
+from moshpitd.errors import (
+    ConfigError,
+    LocalProtocolError,
+    Oversized,
+    RemoteProtocolError,
+    Unreachable,
+)
 from moshpitd.net.channel import Channel
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.net.identity import Identity
@@ -475,7 +482,9 @@ def test_drop_tells_the_other_side_only(net: Net) -> None:
 
 
 def test_a_restarted_peer_replaces_its_old_link_and_the_loss_is_told(net: Net) -> None:
-    """The old process vanished with its host: this side has heard nothing of it when the new one dials."""
+    """The old process vanished with its host: this side has heard nothing of it when the new one
+    dials.
+    """
     ghost = raw_channel(net)
     net.large.wait(lambda: net.large.names() == ["up"])
     again = Side(net.third)
@@ -511,12 +520,17 @@ def test_a_full_pool_admits_only_whom_it_expects(identities: list[Identity]) -> 
         side.pool.close()
 
 
-# -- addresses --------------------------------------------------------------------------------------
+# -- addresses
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("10.0.0.1:80", ("10.0.0.1", 80)), ("[::1]:9", ("::1", 9)), ("host.example:1", ("host.example", 1))],
+    [
+        ("10.0.0.1:80", ("10.0.0.1", 80)),
+        ("[::1]:9", ("::1", 9)),
+        ("host.example:1", ("host.example", 1)),
+    ],
 )
 def test_addresses(text: str, expected: tuple[str, int]) -> None:
     assert parse_address(text) == expected

@@ -1,4 +1,6 @@
-"""Every message of the core survives its bytes, and any bytes are a message or a RemoteProtocolError."""
+"""Every message of the core survives its bytes, and any bytes are a message or a
+RemoteProtocolError.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def strategy_of(hint: Any, metadata: typing.Mapping[str, Any]) -> st.SearchStrat
 
 def messages_of(kind: type) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
-    fields = {one.name: strategy_of(hints[one.name], one.metadata) for one in dataclasses.fields(kind)}
+    fields = {
+        one.name: strategy_of(hints[one.name], one.metadata) for one in dataclasses.fields(kind)
+    }
     return st.builds(kind, **fields)
 
 
@@ -60,12 +64,7 @@ RECORD = Record(
 @given(data=st.data(), run=st.text(max_size=256))
 def test_round_trip(kind: type, data: st.DataObject, run: str) -> None:
     message: Message = data.draw(messages_of(kind))
-    try:
-        encoded = wire.encode(run, message)
-    except LocalProtocolError as error:  # a lone surrogate is a str, but no text
-        assert "surrogates" in str(error)
-        return
-    envelope = wire.decode(encoded)
+    envelope = wire.decode(wire.encode(run, message))
     assert envelope == wire.Envelope(run, message)
     assert type(envelope.message) is kind
 
@@ -79,7 +78,8 @@ def test_any_bytes(data: bytes) -> None:
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
     | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=5)
+    | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=15,
 )  # fmt: skip
 
@@ -93,10 +93,7 @@ def test_any_msgpack(kind: int, fields: Any) -> None:
 @given(data=st.data())
 def test_a_message_with_one_byte_changed(data: st.DataObject) -> None:
     message = data.draw(st.one_of([messages_of(kind) for kind in MESSAGES]))
-    try:
-        encoded = bytearray(wire.encode("run", message))
-    except LocalProtocolError:
-        return
+    encoded = bytearray(wire.encode("run", message))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     decodes_or_is_refused(bytes(encoded))
     decodes_or_is_refused(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
@@ -105,9 +102,7 @@ def test_a_message_with_one_byte_changed(data: st.DataObject) -> None:
 def decodes_or_is_refused(data: bytes) -> None:
     try:
         envelope = wire.decode(data, peer="12D3")
-    except RemoteProtocolError as error:
-        assert error.peer == "12D3"
-        assert len(str(error)) < 1000
+    except RemoteProtocolError:
         return
     # What was let in is a proper value: it can be sent on.
     wire.encode(envelope.run, envelope.message)
@@ -134,8 +129,8 @@ def record_with(**changes: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": True}, "Record.version: bool, expected int"),
-        ({"version": 1.0}, "Record.version: float, expected int"),
+        ({"version": True}, "record.version: bool, expected int"),
+        ({"version": 1.0}, "record.version: float, expected int"),
         ({"up_mbps": 5}, "up_mbps: int, expected float"),
         ({"up_mbps": math.nan}, "up_mbps: nan is not finite"),
         ({"down_mbps": math.inf}, "down_mbps: inf is not finite"),
@@ -189,6 +184,8 @@ def test_what_is_no_envelope(data: bytes, words: str) -> None:
 
 
 def test_our_own_mistakes_are_local() -> None:
+    with pytest.raises(LocalProtocolError, match="surrogates"):  # a str, but no text
+        wire.encode("\ud800", Goodbye(Reason.DRAINING))
     with pytest.raises(LocalProtocolError, match="version: str"):
         wire.encode("run", Hello(dataclasses.replace(RECORD, version=typing.cast(int, "7"))))
     with pytest.raises(LocalProtocolError, match="not finite"):

@@ -113,7 +113,9 @@ class LocalSGD(Optimizer):
         result: Result | None = None
         try:
             merged: AverageOptions = {**self._options, **options}
-            result = self.session.average(self.samples, **merged)
+            # A trainer that made no step since still has parameters, and they weigh something: 0 is
+            # for newcomers, whose parameters are nobody's training yet.
+            result = self.session.average(max(self.samples, 1), **merged)
         except DaemonUnavailable:
             self.missed += 1
             if self._on_error == "raise":

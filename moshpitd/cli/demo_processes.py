@@ -1,0 +1,264 @@
+"""The demo's nodes as real processes: a daemon and a trainer each, started, killed, ended.
+
+One rule: every process is a group of its own that is ended by its pid when the demo ends, however
+it ends; nothing is ever looked up by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moshpitd.cli.demo_story import JsonLines, Story
+from moshpitd.errors import ConfigError, DaemonUnavailable, MoshpitError
+
+if TYPE_CHECKING:
+    from moshpitd.rpc.calls import Calls
+    from moshpitd.rpc.stubs import messages
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+# Below the ports that kernels hand to outgoing connections (32768 on Linux, 49152 elsewhere): while
+# the killed node is down, a neighbour's connection must not be given its port.
+PORTS = range(20_000, 32_000)
+LOG_TAIL = 25  # lines of a log that are shown when its process failed
+LEAVE_S = 12.0  # a daemon's drain of 5 s and its stop
+STATUS_TIMEOUT_S = 2.0
+
+
+class DemoFailed(MoshpitError):
+    """The demo could not be played to its end. `logs` may tell why."""
+
+    def __init__(self, message: str, logs: tuple[Path, ...] = ()) -> None:
+        self.logs = logs
+        super().__init__(message)
+
+
+@dataclass(slots=True)
+class Child:
+    """One process that leads a group of its own. What it prints is in `log`."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    expected_to_end: bool = False
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group at once: what a reclaimed machine looks like."""
+        self.expected_to_end = True
+        self._signal_group(signal.SIGKILL)
+        self.process.wait()
+
+    def ask_to_leave(self) -> None:
+        self.expected_to_end = True
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def end(self, until: float) -> None:
+        """Wait for it until then, and leave nothing of its group behind."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until - time.monotonic()))
+        # The group keeps its number while any member lives, so this is still ours: a child of a
+        # daemon that was killed, or a daemon that does not stop.
+        self._signal_group(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+class Children:
+    """Everything that the demo started. Invariant: what is alive of it is in `started`."""
+
+    def __init__(self) -> None:
+        self.started: list[Child] = []
+        # A checkout need not be installed, and one thread per process is enough for nine nodes on
+        # two cores: torch's pools would only take turns.
+        path = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environ = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("MOSHPITD_")},
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
+
+    def start(self, name: str, arguments: list[str], log: Path, *, nice: bool = False) -> Child:
+        """Run `python ARGUMENTS`. `nice`: only what the others leave over of the processors."""
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
+                start_new_session=True,
+            )
+        child = Child(name, process, log)
+        self.started.append(child)
+        if nice:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+        return child
+
+    def check(self) -> None:
+        """Raise `DemoFailed` when one ended that should not have."""
+        for child in self.started:
+            if child.code not in (None, 0) and not child.expected_to_end:
+                raise DemoFailed(f"{child.name} ended with {exit_words(child.code)}", (child.log,))
+
+    def end_all(self, patience_s: float) -> None:
+        """Ask all of them to leave, wait so long, end the rest by force."""
+        for child in self.started:
+            child.ask_to_leave()
+        until = time.monotonic() + patience_s
+        for child in self.started:
+            child.end(until)
+
+
+@dataclass(slots=True)
+class Node:
+    """One node: its folder, its daemon, and its trainer's story, which survives a kill."""
+
+    index: int
+    folder: Path
+    socket: Path
+    ports: tuple[int, int]
+    story: Story
+    daemon: Child | None = None
+    trainer: Child | None = None
+    lives: int = 0  # trainers that ran here
+    _calls: Calls | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"peer {self.index}"
+
+    @property
+    def dump(self) -> Path:
+        return self.folder / "parameters.pt"
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """The logs of this node, for whoever asks why."""
+        return tuple(child.log for child in (self.daemon, self.trainer) if child is not None)
+
+    def write_config(self, *, bootstrap: list[str], max_group: int) -> None:
+        """A file as a person would write it: only what differs from the defaults."""
+        control, links = self.ports
+        sections = {
+            "node": {
+                "data_dir": str(self.folder / "state"),
+                "socket": str(self.socket),
+                # Not in /dev/shm: the folder goes at the end, whatever killed the daemon.
+                "buffers_dir": str(self.folder / "buffers"),
+                "drain_budget_s": 5.0,
+            },
+            "network": {
+                "listen": [f"/ip4/127.0.0.1/tcp/{control}"],
+                "bootstrap": bootstrap,
+                "link_listen": f"127.0.0.1:{links}",
+            },
+            "averaging": {"max_group": max_group},
+            "http": {"port": 0},
+        }
+        lines = []
+        for section, values in sections.items():
+            lines.append(f"[{section}]")
+            # JSON's strings, numbers and lists of strings are TOML's as well.
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+            lines.append("")
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "moshpitd.toml").write_text("\n".join(lines), encoding="utf-8")
+
+    def start_daemon(self, children: Children) -> None:
+        arguments = ["-m", "moshpitd.cli.main", "run", "--config"]
+        self.daemon = children.start(
+            f"the daemon of {self.name}",
+            [*arguments, str(self.folder / "moshpitd.toml")],
+            self.folder / "daemon.log",
+        )
+
+    def start_trainer(self, children: Children, options: list[str], *, seed: int) -> None:
+        self.lives += 1
+        told = self.folder / f"trainer-{self.lives}.jsonl"
+        self.story.begin(JsonLines(told))
+        own = ["--socket", str(self.socket), "--index", str(self.index), "--seed", str(seed)]
+        files = ["--json", str(told), "--dump", str(self.dump)]
+        self.trainer = children.start(
+            f"the trainer of {self.name}",
+            ["-m", "moshpitd.examples.digits", "swarm", *own, *files, *options],
+            self.folder / "trainer.log",
+        )
+
+    def kill(self) -> None:
+        """Daemon, p2pd and trainer at once."""
+        for child in (self.daemon, self.trainer):
+            if child is not None:
+                child.kill()
+        self.close()
+        self.story.killed()
+
+    def status(self) -> messages.StatusReply | None:
+        """What the daemon says of itself; None while it does not answer."""
+        from moshpitd.rpc.calls import Calls  # grpc takes a tenth of a second to import
+
+        if not self.socket.exists():
+            return None
+        if self._calls is None:
+            self._calls = Calls(self.socket)
+        try:
+            return self._calls.status(timeout_s=STATUS_TIMEOUT_S)
+        except DaemonUnavailable:
+            self.close()  # gRPC's back-off after a refusal is longer than a daemon's start
+            return None
+
+    def close(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on now."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            return found
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                probe.listen(1)
+            except OSError:
+                continue
+        found.append(port)
+    raise ConfigError(f"no {count} free ports in {PORTS.start}..{PORTS.stop - 1} on 127.0.0.1")
+
+
+def exit_words(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines of a log, for people."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return [f"cannot be read: {error.strerror}"]
+    return text.splitlines()[-LOG_TAIL:]

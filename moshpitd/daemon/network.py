@@ -1,0 +1,210 @@
+"""A node's side of the network: control messages, the directory and the bulk links of all its runs.
+
+One rule: what comes in is decoded, checked and handed to the run that it names, and nothing else;
+what cannot be decoded is counted against whoever sent it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from moshpitd.core.events import Addressed, Event, LinkLost, Received
+from moshpitd.core.messages import Goodbye, Hello, Invite, Join, Message, Record, SnapshotRequest
+from moshpitd.core.outcome import Reason
+from moshpitd.daemon.addresses import parse_host_port
+from moshpitd.daemon.exchange import Exchange
+from moshpitd.daemon.interfaces import link_addresses
+from moshpitd.daemon.logs import log_event
+from moshpitd.daemon.runs import Run
+from moshpitd.daemon.settings import Settings
+from moshpitd.errors import MoshpitError, RemoteProtocolError, Unreachable
+from moshpitd.net import wire
+from moshpitd.net.bootstrap import Status
+from moshpitd.net.control import Control, ControlOptions
+from moshpitd.net.identity import Identity
+from moshpitd.net.links import LinkCallbacks, LinkPool
+from moshpitd.net.p2pd import P2pdOptions
+
+log = logging.getLogger(__name__)
+
+MAX_CONTROL_ADDRESSES = 16  # what a record carries
+WANT_AN_ANSWER = (Hello, Invite, Join, SnapshotRequest)
+
+
+class Network:
+    """Invariant: between `open` and `close` the links are there; between `start` and `stop` the
+    control plane is. `runs` is the node's own table, read from link threads too."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        exchange: Exchange,
+        runs: Mapping[str, Run],
+        *,
+        conflict: Callable[[str], None],
+    ) -> None:
+        network = settings.network
+        self.garbled = 0
+        self._settings = network
+        self._exchange = exchange
+        self._runs = runs
+        self._replies: set[asyncio.Task[None]] = set()
+        listen = parse_host_port(network.link_listen)
+        callbacks = LinkCallbacks(
+            on_frame=exchange.on_frame,
+            on_lost=self._link_lost,
+            on_up=_ignore,
+            on_send_failed=exchange.on_send_failed,
+        )
+        self._links = LinkPool(identity, callbacks, host=listen.host, port=listen.port)
+        exchange.use(self._links)
+        self.link_addresses = link_addresses(listen, self._links.port, network.link_announce)
+        options = ControlOptions(
+            data_dir=settings.paths().data_dir,
+            bootstrap=tuple(network.bootstrap),
+            p2pd=P2pdOptions(listen=tuple(network.listen), announce=tuple(network.announce)),
+            links=self.link_addresses,
+        )
+        try:
+            self._control = Control(
+                identity,
+                options,
+                self._received,
+                on_conflict=conflict,
+                credentials=self._links.credentials,
+            )
+        except BaseException:
+            self._links.close()
+            raise
+        self._started = False
+
+    async def start(self) -> None:
+        """Start the control plane; joining goes on in the background. Raises ConfigError."""
+        await self._control.start()
+        self._started = True
+
+    async def stop(self) -> None:
+        """Stop the control plane, then end the links."""
+        for reply in self._replies:
+            reply.cancel()
+        if self._started:
+            self._started = False
+            await self._control.stop()
+        await asyncio.to_thread(self._links.close)
+
+    # -- what goes out ----------------------------------------------------------------------------
+
+    async def send(self, run: str, to: str, message: Message) -> None:
+        """Deliver a message. Raises MoshpitError when that fails."""
+        if not self._started:
+            raise Unreachable("the node stops")
+        await self._control.send(to, wire.encode(run, message))
+
+    async def announce(self, run: str, key: str, record: Record, *, ttl_s: float) -> bool:
+        """Store our record; whether anybody (ourselves alone count) holds it now."""
+        return await self._control.announce(_key(run, key), wire.pack(record), ttl_s=ttl_s)
+
+    async def look_up(self, run: str, key: str) -> tuple[Record, ...]:
+        """Everybody's record under `key`. Raises MoshpitError when nobody could be asked."""
+        records = []
+        for author, value in await self._control.lookup(_key(run, key)):
+            try:
+                record = wire.unpack(Record, value, peer=author)
+            except RemoteProtocolError as error:
+                self._count_garbled(error)
+                continue
+            if record.peer_id == author:
+                records.append(record)
+        return tuple(records)
+
+    def addressed(self) -> Addressed:
+        """Where we are, for the records of our peers."""
+        return Addressed(
+            addresses=self.link_addresses,
+            control=tuple(self._control.visible_addresses()[:MAX_CONTROL_ADDRESSES]),
+            up_mbps=self._settings.up_mbps,
+            down_mbps=self._settings.down_mbps,
+        )
+
+    # -- what comes in ----------------------------------------------------------------------------
+
+    def post(self, run: str, event: Event) -> None:
+        """An event of the data plane, from any thread."""
+        current = self._runs.get(run)
+        if current is not None:
+            current.driver.post(event)
+
+    def _received(self, sender: str, payload: bytes) -> None:
+        try:
+            envelope = wire.decode(payload, peer=sender)
+        except RemoteProtocolError as error:
+            self._count_garbled(error)
+            raise
+        run = self._runs.get(envelope.run)
+        if run is not None:
+            run.driver.handle(Received(sender, envelope.message))
+        elif isinstance(envelope.message, WANT_AN_ANSWER):
+            # A record of our earlier life is still in the directory; nobody shall wait for us.
+            reply = self.send(envelope.run, sender, Goodbye(Reason.NO_TRAINER))
+            task = asyncio.create_task(_quietly(reply))
+            self._replies.add(task)
+            task.add_done_callback(self._replies.discard)
+
+    def _link_lost(self, peer_id: str, reason: str) -> None:
+        """From a link's thread."""
+        log_event(log, logging.INFO, "link lost", peer=peer_id, reason=reason)
+        runs = self._exchange.runs_with(peer_id)
+        self._exchange.link_lost(peer_id)
+        for run in runs:
+            self.post(run, LinkLost(peer_id))
+
+    def _count_garbled(self, error: RemoteProtocolError) -> None:
+        self.garbled += 1
+        log_event(log, logging.WARNING, "garbled", peer=error.peer, reason=error.reason)
+
+    # -- what people see --------------------------------------------------------------------------
+
+    @property
+    def joined(self) -> bool:
+        return self._started and self._control.joined
+
+    @property
+    def swarm_peers(self) -> int:
+        """In the routing table, with us."""
+        return self._control.table_size + 1
+
+    def control_addresses(self) -> list[str]:
+        """Multiaddrs with our PeerID."""
+        return self._control.visible_addresses()
+
+    def bootstrap(self) -> list[tuple[str, str]]:
+        """Each configured address with what became of it, our own left out."""
+        return [
+            (one.address, _state(one.status, one.detail))
+            for one in self._control.bootstrap_status()
+            if one.status is not Status.SELF
+        ]
+
+
+def _key(run: str, key: str) -> str:
+    return f"moshpitd/run/{run}/{key}"
+
+
+def _state(status: Status, detail: str) -> str:
+    if status is Status.PENDING:
+        return "waiting"
+    return f"{status} ({detail})" if detail else str(status)
+
+
+def _ignore(_peer_id: Any) -> None:
+    """A link is up: the exchange finds out when it sends."""
+
+
+async def _quietly(work: Awaitable[None]) -> None:
+    with contextlib.suppress(MoshpitError):
+        await work

@@ -1,0 +1,376 @@
+"""One node: everything that a daemon consists of, put together and taken apart again.
+
+One rule: a node owns what it opens and nothing global, so that several live in one process on one
+loop, and `stop` leaves neither a file, a thread nor a child behind, however far `start` got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+from moshpitd.core.effects import Effect, Note
+from moshpitd.core.events import Drained, Event
+from moshpitd.core.messages import Message, Record
+from moshpitd.core.peer import Peer
+from moshpitd.daemon.addresses import join_string
+from moshpitd.daemon.api import ApiServer
+from moshpitd.daemon.buffers import sweep
+from moshpitd.daemon.claims import Claims, claim
+from moshpitd.daemon.driver import Driver
+from moshpitd.daemon.exchange import Exchange
+from moshpitd.daemon.history import History
+from moshpitd.daemon.http import HttpServer
+from moshpitd.daemon.logs import log_event, log_note
+from moshpitd.daemon.metrics import NodeMetrics
+from moshpitd.daemon.network import Network
+from moshpitd.daemon.readiness import readiness
+from moshpitd.daemon.runs import Ground, Run
+from moshpitd.daemon.settings import Settings
+from moshpitd.daemon.trainers import checked_run_name
+from moshpitd.daemon.views import peer_counts, peer_views, round_views, run_view
+from moshpitd.errors import ConfigError, Unreachable
+from moshpitd.net.identity import Identity
+from moshpitd.rpc.status import refusal
+
+log = logging.getLogger(__name__)
+
+MAX_RUNS = 64
+"""Runs of one node: a peer each, and a copy of the last result, as large as its parameters."""
+THREADS = 4  # for what blocks: digests, checks and file systems; more gain little, memory is slow
+LOOK_AROUND_S = 1.0
+FAREWELL_S = 0.5
+"""How long the last messages may take: a peer that hears Goodbye need not wait for us."""
+
+
+class Node:
+    """Invariant: `runs` only grows until `stop`; a run's driver lives as long as the node."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.paths = settings.paths()
+        self.software = _software()
+        self.metrics = NodeMetrics(self.software)
+        self.runs: dict[str, Run] = {}
+        self.draining = asyncio.Event()
+        self.peer_id = ""
+        self.warnings = [str(finding) for finding in settings.findings()]
+        self._params = settings.averaging.params()
+        self._claims: Claims | None = None
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="node")
+        self._exchange: Exchange | None = None
+        self._network: Network | None = None
+        self._http: HttpServer | None = None
+        self._api: ApiServer | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._draining_task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+        self._fault: BaseException | None = None
+        self._started_at = time.monotonic()
+        self._bytes = (0, 0)
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open everything; joining the swarm goes on in the background. Raises ConfigError."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        settings, paths = self.settings, self.paths
+        self._claims = await self.in_thread(claim, settings)
+        identity = await self.in_thread(Identity.load_or_create, paths.identity)
+        self.peer_id = identity.peer_id
+        assert self._claims is not None
+        self._claims.take_peer_id(self.peer_id, identity=paths.identity)
+        stale = partial(sweep, paths.buffers_dir, data_dir=paths.data_dir)
+        for path in await self.in_thread(stale):
+            log_event(log, logging.INFO, "removed a bucket of a dead daemon", path=path)
+        self._exchange = Exchange(self.peer_id, self._post)
+        self._network = Network(
+            settings, identity, self._exchange, self.runs, conflict=self._conflict
+        )
+        await self._network.start()
+        if settings.http.port:
+            self._http = HttpServer(
+                host=settings.http.host,
+                port=settings.http.port,
+                metrics=self.metrics.render,
+                ready=self.ready,
+                view=self.view,
+            )
+            await self._http.start()
+        self._api = ApiServer(self, paths.socket, drain_budget_s=settings.node.drain_budget_s)
+        await self._api.start()
+        self._looking = asyncio.create_task(self._look_around())
+        log_event(
+            log,
+            logging.INFO,
+            "node started",
+            peer=self.peer_id,
+            socket=paths.socket,
+            addresses=self._network.control_addresses(),
+            links=self._network.link_addresses,
+        )
+        for warning in self.warnings:
+            log_event(log, logging.WARNING, "address", warning=warning)
+
+    async def wait(self) -> None:
+        """Until the node has ended by itself; raises what broke it."""
+        await self._ended.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    async def drain(self, budget_s: float) -> None:
+        """Take nothing new, finish what runs, say goodbye; returns by the end of the budget."""
+        deadline = asyncio.get_running_loop().time() + budget_s
+        self.draining.set()
+        self.metrics.set_draining(True)
+        runs = list(self.runs.values())
+        for run in runs:
+            run.draining = True
+            run.driver.handle(Drained())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                for run in runs:
+                    await run.finished()
+                for run in runs:
+                    await run.driver.flush(budget_s)
+
+    def begin_drain(self, budget_s: float) -> None:
+        """Drain in the background and end; for the API, whose caller does not wait."""
+        if self._draining_task is None:
+            self._draining_task = asyncio.create_task(self._drain_and_end(budget_s))
+
+    async def _drain_and_end(self, budget_s: float) -> None:
+        log_event(log, logging.INFO, "draining", budget_s=budget_s)
+        await self.drain(budget_s)
+        self._ended.set()
+
+    async def stop(self) -> None:
+        """Close everything that `start` opened. Safe after a start that failed, and twice."""
+        for task in (self._looking, self._draining_task):
+            if task is not None:
+                task.cancel()
+        self._looking = self._draining_task = None
+        runs = list(self.runs.values())
+        for run in runs:
+            for trainer in list(run.trainers):
+                run.leave(trainer)
+        await asyncio.gather(*(run.driver.flush(FAREWELL_S) for run in runs))
+        for step in self._closers():
+            try:
+                await step
+            except Exception:
+                log.exception("closing a part of the node failed")
+        self.runs.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _closers(self) -> list[Awaitable[Any]]:
+        """Outside in: first nobody can ask, then nobody is told, then nothing is held."""
+        steps: list[Awaitable[Any]] = []
+        if self._api is not None:
+            steps.append(self._api.stop())
+        steps += [run.driver.close() for run in self.runs.values()]
+        if self._http is not None:
+            steps.append(self._http.stop())
+        if self._network is not None:
+            steps.append(self._network.stop())
+        if self._exchange is not None:
+            steps.append(asyncio.to_thread(self._exchange.close))
+        if self._claims is not None:
+            steps.append(asyncio.to_thread(self._claims.release))
+        self._api = self._http = self._network = self._exchange = self._claims = None
+        return steps
+
+    def failed(self, error: BaseException) -> None:
+        """An invariant of ours is broken: `wait` raises it."""
+        if self._fault is None:
+            self._fault = error
+            self._ended.set()
+
+    def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+        """Run what blocks outside of the loop."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    # -- runs -------------------------------------------------------------------------------------
+
+    def run(self, name: str) -> Run:
+        """The run of that name, made at its first trainer."""
+        run = self.runs.get(checked_run_name(name))
+        if run is not None:
+            return run
+        if self.draining.is_set():
+            raise refusal("draining", "the daemon is leaving and takes no new trainer")
+        if len(self.runs) >= MAX_RUNS:
+            raise refusal(
+                "too_many_trainers", f"{len(self.runs)} runs here, expected at most {MAX_RUNS}"
+            )
+        averaging = self.settings.averaging
+        exchange, network = self._exchange, self._network
+        assert exchange is not None
+        assert network is not None
+        peer = Peer(
+            self._params,
+            self.peer_id,
+            random.Random(),
+            run=name,
+            codec=averaging.codec,
+            sequence=int(time.time() * 1000),
+        )
+        driver = Driver(peer, self)
+        ground = Ground(
+            exchange=exchange,
+            codec=averaging.codec,
+            part_bytes=averaging.part_bytes,
+            buffers_dir=self.paths.buffers_dir,
+            data_dir=self.paths.data_dir,
+            max_trainers=self._params.max_trainers,
+            in_thread=self.in_thread,
+        )
+        run = self.runs[name] = Run(name, ground, driver, History(exchange.counters))
+        driver.handle(network.addressed())
+        return run
+
+    def run_of(self, trainer: str) -> Run:
+        """The run that a trainer is attached to."""
+        for run in self.runs.values():
+            if trainer in run.trainers:
+                return run
+        raise refusal("unknown_trainer", f"no trainer {trainer[:64]!r} is attached")
+
+    # -- what the drivers need (driver.Outside) ---------------------------------------------------
+
+    async def send(self, run: str, to: str, message: Message) -> None:
+        await self._live().send(run, to, message)
+
+    async def announce(self, run: str, key: str, record: Record, *, ttl_s: float) -> bool:
+        return await self._live().announce(run, key, record, ttl_s=ttl_s)
+
+    async def look_up(self, run: str, key: str) -> tuple[Record, ...]:
+        return await self._live().look_up(run, key)
+
+    def move(self, run: str, effect: Effect) -> None:
+        if self._exchange is not None:  # else the node stops, and nobody waits for tensors any more
+            self._exchange.handle(run, effect)
+
+    def noted(self, run: str, note: Note) -> None:
+        self.metrics.observe(run, note)
+        log_note(log, run, note)
+        current = self.runs.get(run)
+        line = current.noted(note) if current is not None else None
+        if line is not None:
+            sent, received = line.bytes_sent, line.bytes_received
+            self._bytes = (self._bytes[0] + sent, self._bytes[1] + received)
+            self.metrics.add_bytes(run, sent=sent, received=received, kind="part")
+
+    def _post(self, run: str, event: Event) -> None:
+        """From any thread."""
+        current = self.runs.get(run)
+        if current is not None:
+            current.driver.post(event)
+
+    def _live(self) -> Network:
+        if self._network is None:
+            raise Unreachable("the node stops")
+        return self._network
+
+    def _conflict(self, words: str) -> None:
+        self.failed(
+            ConfigError(
+                words,
+                file=str(self.paths.identity),
+                key="node.identity",
+                expected="a key of this node's own",
+            )
+        )
+
+    # -- what people see --------------------------------------------------------------------------
+
+    @property
+    def joined(self) -> bool:
+        return self._network is not None and self._network.joined
+
+    def ready(self) -> tuple[bool, tuple[str, ...]]:
+        """For /readyz: (ready, sentences)."""
+        bootstrap = self._network.bootstrap() if self._network is not None else []
+        return readiness(joined=self.joined, draining=self.draining.is_set(), bootstrap=bootstrap)
+
+    def status(self) -> dict[str, Any]:
+        """The fields of StatusReply."""
+        network = self._network
+        addresses = network.control_addresses() if network is not None else []
+        links = network.link_addresses if network is not None else ()
+        return {
+            "peer_id": self.peer_id,
+            "version": self.software,
+            "uptime_s": time.monotonic() - self._started_at,
+            "joined": self.joined,
+            "draining": self.draining.is_set(),
+            "swarm_peers": network.swarm_peers if network is not None else 1,
+            "addresses": addresses,
+            "join": join_string(addresses, listen=self.settings.network.listen),
+            "bootstrap": [
+                {"address": address, "state": state}
+                for address, state in (network.bootstrap() if network is not None else ())
+            ],
+            "runs": [run_view(run) for run in self.runs.values()],
+            "warnings": list(self.warnings),
+            "link_address": links[0] if links else "",
+            "bytes_sent": self._bytes[0],
+            "bytes_received": self._bytes[1],
+        }
+
+    def peers(self, run: str = "") -> list[dict[str, Any]]:
+        """The fields of PeerLine, of one run or of all."""
+        now = asyncio.get_running_loop().time()
+        return [line for one in self._runs(run) for line in peer_views(one, now)]
+
+    def rounds(self, run: str = "", last: int = 0) -> list[dict[str, Any]]:
+        """The fields of RoundLine, oldest first; `last` 0 for all that is kept."""
+        return round_views(self._runs(run), last)
+
+    def view(self) -> dict[str, Any]:
+        """For the page: status with peers and the last rounds, newest first."""
+        return self.status() | {"peers": self.peers(), "rounds": self.rounds(last=32)[::-1]}
+
+    def _runs(self, name: str) -> list[Run]:
+        return [run for run in self.runs.values() if name in ("", run.name)]
+
+    async def _look_around(self) -> None:
+        """Keep the gauges and our own addresses true."""
+        addressed = self._live().addressed()
+        while True:
+            await asyncio.sleep(LOOK_AROUND_S)
+            self.metrics.set_joined(self.joined)
+            now = self._live().addressed()
+            for run in self.runs.values():
+                if now != addressed:
+                    run.driver.handle(now)
+                self.metrics.set_trainers(run.name, len(run.trainers))
+                self.metrics.set_peers(run.name, peer_counts(run))
+                peer = run.driver.peer
+                median, _ = peer.state.swarm.median_version(
+                    peer.version, peer.lineage, peer.record.schema
+                )
+                lag = max(0, median - peer.version)
+                self.metrics.set_version(run.name, peer.version, lag=lag)
+            addressed = now
+
+
+def _software() -> str:
+    try:
+        return metadata.version("moshpitd")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"  # a source tree that was never installed

@@ -1,0 +1,346 @@
+"""One run on this node: its trainers, their buckets, and their calls on the way to the core.
+
+One rule: what a trainer asks is checked before the core hears of it; the core only sees calls that
+can be carried out, and their ends reach the trainer that asked.
+
+A trainer becomes known to the core with its first call, because only then are its tensors in the
+bucket and have a digest. Until then it has a bucket and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from moshpitd.core.effects import Note
+from moshpitd.core.events import (
+    Attached,
+    Cancelled,
+    Contributed,
+    ContributionRefused,
+    Event,
+    StateStored,
+    Synced,
+    TrainerGone,
+)
+from moshpitd.core.outcome import Outcome
+from moshpitd.daemon.buffers import Bucket, create_bucket
+from moshpitd.daemon.driver import Driver
+from moshpitd.daemon.history import History, RoundLine
+from moshpitd.daemon.logs import log_event
+from moshpitd.daemon.trainers import (
+    Ask,
+    Attachment,
+    Ended,
+    Progressed,
+    Step,
+    Trainer,
+    checked_timeout,
+    refusal_of,
+    schema_text,
+)
+from moshpitd.rpc.status import refusal
+from moshpitd.tensors.layout import Layout
+
+log = logging.getLogger(__name__)
+
+HOLD_WITHIN_S = 10.0
+"""A trainer that attached and does not hold is gone: it died between the two calls."""
+PROGRESS_S = 0.1
+
+
+class Store(Protocol):
+    """What a run needs of the exchange. The three marked calls block and run in a thread."""
+
+    def add_run(self, name: str, layout: Layout, codec: str) -> None: ...
+    def remove_run(self, name: str) -> None: ...
+    def add_bucket(self, name: str, trainer: str, bucket: Bucket) -> None: ...
+    def remove_bucket(self, name: str, trainer: str) -> None: ...
+    def initial_snapshot(self, name: str, trainer: str, version: int) -> bytes: ...  # blocks
+    def first_nonfinite(self, name: str, trainer: str) -> str | None: ...  # blocks
+    def set_state(self, name: str, state: bytes) -> None: ...  # blocks
+    def state(self, name: str) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all runs of a node stand on. `in_thread(function, *arguments)` runs what blocks."""
+
+    exchange: Store
+    codec: str
+    part_bytes: int
+    buffers_dir: Path
+    data_dir: Path
+    max_trainers: int
+    in_thread: Callable[..., Awaitable[Any]]
+
+
+class Run:
+    """Invariant: all trainers in `trainers` have the schema of `layout`; from the first trainer on
+    the exchange knows the run, and keeps its last result when all trainers are gone."""
+
+    def __init__(self, name: str, ground: Ground, driver: Driver, history: History) -> None:
+        self.name = name
+        self.driver = driver
+        self.history = history
+        self.layout: Layout | None = None
+        self.trainers: dict[str, Trainer] = {}
+        self.draining = False
+        self._ground = ground
+        self._attaching = asyncio.Lock()
+        self._introducing = asyncio.Lock()
+        self._drained = asyncio.Event()
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    async def attach(self, attachment: Attachment) -> Trainer:
+        """A bucket for a trainer; TrainerError when its tensors or the room do not fit."""
+        attachment.check()
+        ground = self._ground
+        layout = await ground.in_thread(Layout.from_specs, attachment.specs, ground.part_bytes)
+        async with self._attaching:
+            if self.draining:
+                raise refusal("draining", "the daemon is leaving and takes no new trainer")
+            if len(self.trainers) >= ground.max_trainers:
+                raise refusal(
+                    "too_many_trainers",
+                    f"run {self.name!r} has {len(self.trainers)} trainers here, expected at most "
+                    f"{ground.max_trainers}",
+                )
+            self._settle_layout(layout)
+            bucket = await ground.in_thread(_make_bucket, ground, layout.nbytes)
+            trainer = Trainer(secrets.token_hex(8), attachment, bucket, asyncio.Event())
+            ground.exchange.add_bucket(self.name, trainer.name, bucket)
+            self.trainers[trainer.name] = trainer
+        log_event(
+            log,
+            logging.INFO,
+            "trainer attached",
+            run=self.name,
+            trainer=trainer.name,
+            client=attachment.client,
+            bytes=layout.nbytes,
+        )
+        asyncio.get_running_loop().call_later(HOLD_WITHIN_S, self._expect_hold, trainer)
+        return trainer
+
+    def leave(self, name: str) -> None:
+        """A trainer detached, or its Hold stream ended. Its bucket goes now, or with the last round
+        that sends from it."""
+        trainer = self.trainers.pop(name, None)
+        if trainer is None:
+            return
+        trainer.gone.set()
+        if trainer.known:
+            self.driver.handle(TrainerGone(name))
+        self._ground.exchange.remove_bucket(self.name, name)
+        log_event(log, logging.INFO, "trainer gone", run=self.name, trainer=name)
+
+    def noted(self, note: Note) -> RoundLine | None:
+        """A note of the core; the finished line when it ends a round."""
+        if note.what == "drained":
+            self._drained.set()
+        return self.history.note(note)
+
+    async def finished(self) -> None:
+        """After a drain: wait until nothing runs any more and newcomers have what was promised."""
+        await self._drained.wait()
+        while self.driver.peer.state.donor.serving:  # noqa: ASYNC110  # the core has no such event
+            await asyncio.sleep(PROGRESS_S)
+
+    def _settle_layout(self, layout: Layout) -> None:
+        """The run's schema is its first trainer's; a new one only when nobody has the old one."""
+        if self.layout is not None and layout.schema_digest == self.layout.schema_digest:
+            return
+        if self.layout is not None:
+            if self.trainers:
+                difference = self.layout.first_difference(layout.specs, layout.part_bytes)
+                raise refusal(
+                    "schema_differs",
+                    f"run {self.name!r} averages other tensors on this node: {difference} "
+                    "(here: the run, there: this trainer)",
+                )
+            if self.driver.peer.work is not None:
+                raise refusal(
+                    "schema_differs",
+                    f"run {self.name!r} still ends a round of other tensors; try again in a moment",
+                )
+            self._ground.exchange.remove_run(self.name)
+            self.layout = None
+        self._ground.exchange.add_run(self.name, layout, self._ground.codec)
+        self.layout = layout
+
+    def _expect_hold(self, trainer: Trainer) -> None:
+        if not trainer.held and not trainer.gone.is_set():
+            log_event(
+                log, logging.WARNING, "trainer never held", run=self.name, trainer=trainer.name
+            )
+            self.leave(trainer.name)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def sync(
+        self, name: str, *, timeout_s: float, generation: int
+    ) -> AsyncGenerator[Step, None]:
+        """Bring a trainer up to date. Yields progress, then the end."""
+        timeout_s = checked_timeout(timeout_s)
+        trainer = self._begin(name, generation)
+        try:
+            await self._introduce(trainer)
+            event = Synced(name, trainer.token, timeout_s)
+            async with aclosing(self._watch(trainer, event)) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            self._end(trainer)
+
+    async def average(self, name: str, ask: Ask) -> AsyncGenerator[Step, None]:
+        """Average a trainer's bucket. Yields progress, then the end."""
+        trainer = self._begin(name, ask.generation)
+        try:
+            await self._check_finite(trainer)
+            await self._introduce(trainer)
+            event = Contributed(
+                name,
+                trainer.token,
+                ask.weight,
+                ask.rounds,
+                ask.min_participants,
+                ask.on_partial,
+                ask.timeout_s,
+            )
+            async with aclosing(self._watch(trainer, event)) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            self._end(trainer)
+
+    async def put_state(self, name: str, state: bytes) -> None:
+        self.trainer(name)
+        await self._ground.in_thread(self._ground.exchange.set_state, self.name, state)
+        self.driver.handle(StateStored(len(state)))
+
+    def get_state(self, name: str) -> bytes:
+        self.trainer(name)
+        return self._ground.exchange.state(self.name)
+
+    def trainer(self, name: str) -> Trainer:
+        trainer = self.trainers.get(name)
+        if trainer is None:
+            raise refusal("unknown_trainer", f"no trainer {name!r} is attached to {self.name!r}")
+        return trainer
+
+    def _begin(self, name: str, generation: int) -> Trainer:
+        trainer = self.trainer(name)
+        if self.draining:
+            raise refusal("draining", "the daemon is leaving and takes no more rounds")
+        if trainer.token:
+            raise refusal("bucket_busy", f"trainer {name}: its bucket is in another call")
+        if not trainer.bucket.hand_over(generation):
+            now = trainer.bucket.generation
+            trainer.bucket.hand_back()
+            raise refusal(
+                "bucket_modified",
+                f"the call says generation {generation}, the bucket says {now}; expected the same "
+                "even number",
+            )
+        trainer.token = secrets.token_hex(8)
+        return trainer
+
+    def _end(self, trainer: Trainer) -> None:
+        trainer.token = ""
+        trainer.bucket.hand_back()
+
+    async def _introduce(self, trainer: Trainer) -> None:
+        """Tell the core of a trainer whose tensors are in its bucket now."""
+        async with self._introducing:
+            if trainer.known:
+                return
+            attachment, layout = trainer.attachment, self.layout
+            assert layout is not None
+            digest = b""
+            if not self._takes_ours(attachment.version, layout):
+                # These tensors become the node's own: what others get from us must be sound.
+                await self._check_finite(trainer)
+                exchange = self._ground.exchange
+                digest = await self._ground.in_thread(
+                    exchange.initial_snapshot, self.name, trainer.name, attachment.version
+                )
+            self.trainer(trainer.name)
+            trainer.known = True
+            self.driver.handle(
+                Attached(
+                    trainer=trainer.name,
+                    schema=layout.schema_digest,
+                    schema_text=schema_text(layout),
+                    part_sizes=tuple(part.nbytes for part in layout.parts),
+                    digest=digest,
+                    version=attachment.version,
+                    founder=attachment.founder,
+                    founder_digest=attachment.founder_digest,
+                )
+            )
+
+    def _takes_ours(self, version: int, layout: Layout) -> bool:
+        """Whether the core will have this trainer load the node's state (see core/calls)."""
+        state = self.driver.peer.state
+        if state.trainers:
+            return True
+        newer = state.version > version and state.donor.version is not None
+        return newer and state.record.schema == layout.schema_digest
+
+    async def _check_finite(self, trainer: Trainer) -> None:
+        exchange = self._ground.exchange
+        bad = await self._ground.in_thread(exchange.first_nonfinite, self.name, trainer.name)
+        if bad is not None:
+            self.driver.handle(ContributionRefused(trainer.name))
+            raise refusal(
+                "not_finite", f"tensor {bad!r} holds a NaN or an infinity, expected finite values"
+            )
+
+    async def _watch(self, trainer: Trainer, event: Event) -> AsyncGenerator[Step, None]:
+        """Hand the call to the core and follow it to its end; leaving early cancels it."""
+        token = trainer.token
+        finished = self.driver.expect(token)
+        gone = asyncio.ensure_future(trainer.gone.wait())
+        self.driver.handle(event)
+        told: Progressed | None = None
+        try:
+            while not finished.done():
+                await asyncio.wait(
+                    (finished, gone), timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if finished.done():
+                    break
+                if gone.done():
+                    raise refusal("unknown_trainer", f"trainer {trainer.name} was detached")
+                now = Progressed(*self.driver.peer.progress())
+                if now != told:
+                    told = now
+                    yield now
+            if finished.cancelled():
+                raise refusal("draining", "the daemon stops")
+            yield self._ended(trainer, finished.result())
+        finally:
+            gone.cancel()
+            if not finished.done():
+                self.driver.handle(Cancelled(token))
+                finished.cancel()
+
+    def _ended(self, trainer: Trainer, outcome: Outcome) -> Ended:
+        error = refusal_of(outcome, trainer.name)
+        if error is not None:
+            raise error
+        sent, received = self.history.bytes_of(outcome.group_id)
+        delta = trainer.bucket.deltas is not None
+        return Ended(outcome, self.driver.peer.lineage, sent, received, delta)
+
+
+def _make_bucket(ground: Ground, nbytes: int) -> Bucket:
+    return create_bucket(ground.buffers_dir, nbytes=nbytes, data_dir=ground.data_dir)

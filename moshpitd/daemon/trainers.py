@@ -1,0 +1,184 @@
+"""What the local API and a run say to each other: plain records, and the checks of what is asked.
+
+One rule: a value out of range is refused here by name, with the reason word that the client's own
+checks use, because not every trainer uses the client library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from moshpitd.core.messages import Lineage
+from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
+from moshpitd.core.params import Params
+from moshpitd.daemon.buffers import Bucket
+from moshpitd.errors import TrainerError
+from moshpitd.rpc.status import refusal
+from moshpitd.tensors.layout import Layout, TensorSpec
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_ROUNDS = 64  # the client's bound too; a sweep of a grid has at most 8 dimensions
+MAX_VERSION = 1 << 63
+DEFAULT_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 86_400.0
+SCHEMA_TEXT_BYTES = 4000  # a record carries 4096 characters, and 16 KiB in all
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What a trainer says of itself when it attaches."""
+
+    specs: tuple[TensorSpec, ...]
+    version: int = 0
+    founder: str = ""
+    founder_digest: bytes = b""
+    client: str = ""
+
+    def check(self) -> None:
+        if not self.specs:
+            raise refusal("no_tensors", "no tensors to average, expected at least one")
+        if not 0 <= self.version < MAX_VERSION or len(self.founder_digest) > 64:
+            raise TrainerError(
+                f"version {self.version} with a digest of {len(self.founder_digest)} bytes, "
+                "expected a count of averages below 2^63 and at most 64 bytes"
+            )
+        if len(self.founder) > 128:
+            raise TrainerError(f"founder of {len(self.founder)} characters, expected a PeerID")
+
+
+@dataclass(slots=True)
+class Trainer:
+    """One attached trainer. `gone` is set once; then nothing is left but what a round uses."""
+
+    name: str
+    attachment: Attachment
+    bucket: Bucket
+    gone: asyncio.Event
+    known: bool = False  # the core has heard of it
+    held: bool = False  # its Hold stream is open
+    token: str = ""  # of its running call, empty when there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An average: `weight` samples since the last one, `rounds` 0 for a sweep."""
+
+    weight: int
+    rounds: int
+    min_participants: int
+    on_partial: OnPartial
+    timeout_s: float
+    generation: int
+
+    @classmethod
+    def checked(cls, request: Any, params: Params) -> Ask:
+        """From an AverageRequest; what it leaves out has the client library's defaults."""
+        if not 0 <= request.weight <= params.max_weight:
+            raise refusal(
+                "weight_out_of_range",
+                f"weight {request.weight}, expected an integer 0..{params.max_weight}",
+            )
+        if request.rounds > MAX_ROUNDS:
+            raise refusal(
+                "rounds_out_of_range",
+                f"rounds {request.rounds}, expected 1..{MAX_ROUNDS}, or 0 for a sweep",
+            )
+        try:
+            on_partial = OnPartial(request.on_partial or OnPartial.ACCEPT)
+        except ValueError:
+            words = ", ".join(OnPartial)
+            raise refusal(
+                "unknown_on_partial", f"on_partial {request.on_partial!r}, expected one of {words}"
+            ) from None
+        return cls(
+            weight=request.weight,
+            rounds=request.rounds,
+            min_participants=max(1, request.min_participants),
+            on_partial=on_partial,
+            timeout_s=checked_timeout(request.timeout_s),
+            generation=request.generation,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a call ended, with what only this node knows of it."""
+
+    outcome: Outcome
+    lineage: Lineage
+    bytes_sent: int
+    bytes_received: int
+    delta: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """Where a running call is."""
+
+    phase: str
+    group_size: int
+    parts_done: int
+    parts: int
+    round: int
+
+
+Step: TypeAlias = Progressed | Ended
+"""What a running call yields: progress, then once how it ended."""
+
+
+def checked_run_name(name: str) -> str:
+    """A run's name is part of file names, labels and keys; anything else is refused."""
+    if RUN_NAME.fullmatch(name) is None:
+        raise refusal(
+            "bad_run",
+            f"run {name[:80]!r}, expected 1 to 64 letters, digits, dots, underscores and hyphens, "
+            "beginning with a letter or digit",
+        )
+    return name
+
+
+def checked_timeout(timeout_s: float) -> float:
+    if not 0 <= timeout_s < math.inf:
+        raise refusal(
+            "timeout_out_of_range",
+            f"timeout_s {timeout_s}, expected a positive number of seconds",
+        )
+    return min(timeout_s, MAX_TIMEOUT_S) or DEFAULT_TIMEOUT_S
+
+
+def refusal_of(outcome: Outcome, name: str) -> TrainerError | None:
+    """The error that a failed call stands for when the trainer asked for something impossible."""
+    if outcome.status is not Status.FAILED:
+        return None
+    match outcome.reason:
+        case Reason.BUSY:
+            return refusal("bucket_busy", f"trainer {name}: its bucket is in another call")
+        case Reason.DRAINING:
+            return refusal("draining", "the daemon is leaving and takes no more rounds")
+        case Reason.WEIGHT:
+            return refusal("weight_out_of_range", "the weight is out of range")
+        case Reason.TRAINER_GONE:
+            return refusal("unknown_trainer", f"trainer {name} is not attached any more")
+        case _:
+            return None
+
+
+def schema_text(layout: Layout) -> str:
+    """The schema for other peers' eyes: a line per tensor by name, cut to what a record carries.
+
+    The part size is part of the schema and stands last, so that a difference in it is found too.
+    """
+    last = f"parts of {layout.part_bytes} bytes"
+    lines: list[str] = []
+    room = SCHEMA_TEXT_BYTES - len(last)
+    for spec in sorted(layout.specs, key=lambda spec: spec.name):
+        line = f"{spec.name} ({spec})"
+        room -= len(line.encode(errors="replace")) + 1
+        if room < 0:
+            break
+        lines.append(line.encode(errors="replace").decode())
+    return "\n".join([*lines, last])

@@ -1,0 +1,99 @@
+"""What people are shown, as plain values with the names of the API's messages. One rule: status,
+the page and the command line read these functions only, so that they cannot disagree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from moshpitd.core.outcome import Status
+from moshpitd.daemon.history import RoundLine
+from moshpitd.daemon.runs import Run
+
+
+def run_view(run: Run) -> dict[str, Any]:
+    """The fields of RunStatus."""
+    peer, outcomes = run.driver.peer, run.history.outcomes
+    layout, lines = run.layout, run.history.lines
+    return {
+        "run": run.name,
+        "version": peer.version,
+        "trainers": len(run.trainers),
+        "peers": sum(1 for _, _, state, _ in peer.peers() if state != "lost"),
+        "phase": peer.phase,
+        "round": peer.round,
+        "grid": list(peer.shape),
+        "coordinates": list(peer.coordinates),
+        "schema": layout.schema_digest.hex() if layout is not None else "",
+        "codec": peer.codec,
+        "last_outcome": _outcome(lines[-1]) if lines else "",
+        "rounds_complete": outcomes[Status.COMPLETE],
+        "rounds_partial": outcomes[Status.PARTIAL],
+        "rounds_alone": outcomes[Status.ALONE],
+        "rounds_failed": outcomes[Status.FAILED],
+        "founder": peer.lineage.founder,
+        "parameters": sum(spec.numel for spec in layout.specs) if layout is not None else 0,
+    }
+
+
+def peer_views(run: Run, now: float) -> list[dict[str, Any]]:
+    """The fields of PeerLine for everybody that this run knows; `now` is the loop's time."""
+    swarm = run.driver.peer.state.swarm
+    return [
+        {
+            "run": run.name,
+            "peer_id": record.peer_id,
+            "state": state,
+            "version": record.version,
+            "round": record.round,
+            "coordinates": list(record.coordinates),
+            "addresses": list(record.addresses),
+            "heard_s": max(0.0, now - heard_at),
+            "strikes": swarm.strikes(record.peer_id, now),
+            "note": note,
+        }
+        for record, heard_at, state, note in run.driver.peer.peers()
+    ]
+
+
+def round_views(runs: Iterable[Run], last: int = 0) -> list[dict[str, Any]]:
+    """The fields of RoundLine for the last rounds of these runs together, oldest first; `last` 0:
+    all that are kept."""
+    now = time.monotonic()
+    lines = sorted(
+        ((line, run.name) for run in runs for line in run.history.lines),
+        key=lambda entry: entry[0].ended_at,
+    )
+    return [
+        {
+            "run": name,
+            "round": line.round,
+            "status": line.status,
+            "reason": line.reason,
+            "group_size": line.group_size,
+            "participants": line.participants,
+            "version": line.version,
+            "seconds": line.seconds,
+            "phases": dict(line.phases),
+            "bytes_sent": line.bytes_sent,
+            "bytes_received": line.bytes_received,
+            "excluded": [{"peer_id": peer, "reason": why} for peer, why in line.excluded],
+            "group_id": line.group_id,
+            "ago_s": max(0.0, now - line.ended_at),
+            "detail": line.detail,
+        }
+        for line, name in lines[-last if last else 0 :]
+    ]
+
+
+def peer_counts(run: Run) -> Mapping[str, int]:
+    """How many peers are in each state, for the metrics."""
+    counts: dict[str, int] = {}
+    for _, _, state, _ in run.driver.peer.peers():
+        counts[state] = counts.get(state, 0) + 1
+    return counts
+
+
+def _outcome(line: RoundLine) -> str:
+    return f"{line.status} ({line.reason})" if line.reason else line.status

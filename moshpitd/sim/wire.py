@@ -1,0 +1,114 @@
+"""Bytes between nodes: when a part that is sent leaves, and when and whether it arrives. One rule:
+a part arrives whole or not at all, and never at a daemon other than the one that the link was made
+to.
+
+The simplest that still orders things rightly: every node's uplink and downlink carry one part at a
+time, and a link adds its delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from moshpitd.core.events import Event
+from moshpitd.sim.faults import Options
+from moshpitd.sim.network import Links
+from moshpitd.sim.nodes import Early, Node
+
+DIAL_TIMEOUT_S = 5.0
+"""A dial into nothing gives up then: three retransmitted SYNs."""
+NOTICE_S = 30.0
+"""When TCP notices that a vanished peer acknowledges nothing (TCP_USER_TIMEOUT)."""
+EARLY_S = 60.0
+"""Parts for a group that never opens are held for so long; a link would be closed by then."""
+MEMORY_BYTES_PER_S = 2e9
+"""Encoding, averaging and copying, next to the wire: DESIGN 11's slices, rounded down."""
+
+
+class Outside(Protocol):
+    """What the data plane needs of the world."""
+
+    now: float
+
+    def later(self, delay: float, call: Callable[..., None], *args: Any) -> None: ...
+
+    def post(self, delay: float, node: Node, event: Event) -> None: ...
+
+    def node(self, peer_id: str) -> Node: ...
+
+
+class Wire:
+    """Invariant: what was queued behind something that never left never leaves either."""
+
+    def __init__(self, world: Outside, links: Links, options: Options) -> None:
+        self._world, self._links, self._options = world, links, options
+        self.broken: list[Callable[[Node, bytes, Node], None]] = []
+        """Told (sender, key, receiver) when a link turns out to lead to a daemon that is dead."""
+
+    def send(
+        self,
+        node: Node,
+        other: Node,
+        stamp: tuple[bytes, int],
+        call: Callable[..., None],
+        *args: Any,
+    ) -> float:
+        """Queue one part from `node` to `other`; returns when its last byte leaves. `stamp` names
+        the group or transfer and the incarnation that the link was made to."""
+        bits, now = 8.0 * self._options.part_bytes, self._world.now
+        departs = max(now, node.plane.up_free) + bits / (node.plane.up_mbps * 1e6)
+        node.plane.up_free = departs
+        here = departs + self._links.latency(node.index, other.index)
+        arrives = max(here, other.plane.down_free + bits / (other.plane.down_mbps * 1e6))
+        other.plane.down_free = arrives
+        sender = (node, node.incarnation, departs)
+        self._world.later(arrives - now, self._arrive, sender, other, stamp, call, args)
+        return departs
+
+    def _arrive(
+        self,
+        sender: tuple[Node, int, float],
+        other: Node,
+        stamp: tuple[bytes, int],
+        call: Callable[..., None],
+        args: tuple[Any, ...],
+    ) -> None:
+        (node, incarnation, departs), (key, linked_to) = sender, stamp
+        if node.incarnation != incarnation and departs > node.died_at:
+            return  # it was still queued when its daemon died
+        if node.incarnation == incarnation and departs > node.plane.closed.get(key, departs):
+            return  # Close took it out of the queue
+        if other.peer is None:
+            return  # `died` has told the sender, or will
+        if other.incarnation != linked_to:
+            delay = self._links.latency(node.index, other.index)
+            for told in self.broken:
+                self._world.later(delay, told, node, key, other)
+            return
+        call(other, key, *args)
+
+    def hold(self, node: Node, key: bytes, call: Callable[..., None], *args: Any) -> None:
+        if key in node.plane.closed:
+            return
+        if key not in node.plane.early:
+            self._world.later(EARLY_S, _forget, node.plane.early, key)
+        node.plane.early.setdefault(key, []).append((call, args))
+
+    def release(self, node: Node, key: bytes) -> None:
+        for call, args in node.plane.early.pop(key, []):
+            call(node, key, *args)
+
+    def refused_s(self, node: Node, other: Node) -> float:
+        """How long it takes `node` to find out that it gets no link to `other`."""
+        if other.peer is None and other.vanished:
+            return DIAL_TIMEOUT_S
+        return 2.0 * self._links.latency(node.index, other.index)
+
+    def work_s(self) -> float:
+        """Encoding, averaging or copying one part."""
+        return self._options.part_bytes / MEMORY_BYTES_PER_S
+
+
+def _forget(early: Early, key: bytes) -> None:
+    early.pop(key, None)

@@ -1,0 +1,679 @@
+"""The exchange against its dumb twin: a weighted mean written down directly.
+
+The twin is told who is in a part (that is what the core reports, and what the data plane did) and
+must get the same number; and who may be in a part is bounded from outside: whoever was not hurt is
+in every part, whoever never sent is in none.
+
+One rule: bits are compared with ==; only the twin's own sum is compared within rounding.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moshpitd.core import effects as ef
+from moshpitd.core import events as ev
+from moshpitd.core.messages import (
+    Accepted,
+    Begin,
+    Goodbye,
+    NoResult,
+    NotMember,
+    Parity,
+    Without,
+)
+from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
+from moshpitd.core.params import Params
+from tests.kit.hands import Hands
+
+MAX_WEIGHT = 1 << 32
+
+
+@dataclass
+class Swarm:
+    """A group about to average. `tokens`, `values` and `weights` are by name."""
+
+    hands: Hands
+    tokens: dict[str, str]
+    values: dict[str, list[float]]
+    weights: dict[str, int]
+
+    def outcome(self, name: str) -> Outcome:
+        return self.hands.outcomes[self.tokens[name]]
+
+    def begun(self) -> None:
+        """Run up to the moment at which everybody has entered the group."""
+        while sum(bool(node.opened) for node in self.hands.nodes.values()) < len(self.tokens):
+            self.hands.step(1)
+
+    def reducers(self) -> tuple[int, ...]:
+        return self.hands.nodes["p00"].opened[-1].reducers
+
+
+def swarm(
+    count: int,
+    *,
+    parts: int = 4,
+    weights: list[int] | None = None,
+    seed: int = 0,
+    shuffle: bool = False,
+    params: Params | None = None,
+    **options: object,
+) -> Swarm:
+    hands = Hands(count, parts=parts, seed=seed, shuffle=shuffle, params=params)
+    hands.attach_all()
+    rng = random.Random(seed)
+    names = list(hands.nodes)
+    chosen = dict(zip(names, weights or [1] * count, strict=True))
+    values = {name: [rng.uniform(-3, 3) for _ in range(parts)] for name in names}
+    tokens = {
+        name: hands.contribute(name, values[name], weight=chosen[name], **options)  # type: ignore[arg-type]
+        for name in names
+    }
+    return Swarm(hands, tokens, values, chosen)
+
+
+def twin(it: Swarm, part: int, inside: list[str]) -> float:
+    total = sum(it.weights[name] for name in inside)
+    return sum(it.weights[name] * it.values[name][part] for name in inside) / total
+
+
+# -- nobody is hurt
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+@pytest.mark.parametrize("parts", [0, 1, 4, 13])
+def test_everybody_holds_the_mean_and_the_same_bits(count: int, parts: int) -> None:
+    it = swarm(count, parts=parts)
+    it.hands.finish()
+    names = list(it.tokens)
+    for name in names:
+        outcome = it.outcome(name)
+        assert outcome.status is Status.COMPLETE
+        assert outcome.contributors == tuple(names)
+        assert (outcome.parts, outcome.version, outcome.rounds) == (parts, 1, 1)
+        assert outcome.total_weight == count
+        assert [phase for phase, _ in outcome.seconds] == [
+            "catch_up", "matchmaking", "exchange", "parity",
+        ]  # fmt: skip
+        assert it.hands.nodes[name].values["t"] == it.hands.nodes["p00"].values["t"]
+    for part in range(parts):
+        assert it.hands.value("p00", part) == pytest.approx(twin(it, part, names))
+    assert not it.hands.named("parity_differs")
+
+
+weights = st.one_of(st.integers(0, 4), st.integers(0, MAX_WEIGHT))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(weights, min_size=2, max_size=7),
+    st.integers(0, 9),
+    st.integers(0, 10_000),
+)
+def test_any_weights_give_the_weighted_mean_to_all(
+    chosen: list[int], parts: int, seed: int
+) -> None:
+    it = swarm(len(chosen), parts=parts, weights=chosen, seed=seed)
+    it.hands.finish()
+    names = list(it.tokens)
+    sizes = {it.outcome(name).group_size for name in names}
+    assert sizes == {len(names)}
+    inside = [name for name in names if it.weights[name]]
+    for name in names:
+        outcome = it.outcome(name)
+        if not inside:
+            assert (outcome.status, outcome.reason) == (Status.FAILED, Reason.NO_CONTRIBUTORS)
+            assert not outcome.accepted
+            assert it.hands.nodes[name].values["t"] == it.values[name]
+            continue
+        assert outcome.status is Status.COMPLETE
+        assert outcome.contributors == tuple(inside)
+        assert outcome.participants == len(inside)
+        assert outcome.total_weight == float(sum(chosen))
+        assert it.hands.nodes[name].values["t"] == it.hands.nodes["p00"].values["t"]
+    for part in range(parts if inside else 0):
+        assert it.hands.value("p00", part) == pytest.approx(twin(it, part, inside))
+
+
+def test_ten_twenty_and_thirty_samples() -> None:
+    it = swarm(3, parts=1, weights=[10, 20, 30])
+    it.hands.finish()
+    assert it.hands.value("p01") == pytest.approx(twin(it, 0, ["p00", "p01", "p02"]))
+    assert it.outcome("p02").total_weight == 60.0
+
+
+def test_a_peer_that_nobody_can_dial_reduces_nothing_and_is_in_every_part() -> None:
+    hands = Hands(2, parts=6)
+    hands.add("p02", dialable=False)
+    hands.attach_all()
+    tokens = hands.start()
+    hands.finish()
+    assert set(hands.nodes["p00"].opened[-1].reducers) == {0, 1}
+    assert {hands.outcomes[t].participants for t in tokens.values()} == {3}
+
+
+def test_nobody_can_be_dialled_and_there_is_no_group() -> None:
+    hands = Hands(0)
+    for name in ("p00", "p01"):
+        hands.add(name, dialable=False)
+    hands.attach_all()
+    tokens = hands.start()
+    hands.finish()
+    for token in tokens.values():
+        outcome = hands.outcomes[token]
+        assert (outcome.status, outcome.reason) == (Status.FAILED, Reason.NO_REDUCER)
+        assert not outcome.accepted
+        assert outcome.group_size == 2
+    assert not hands.did(ef.Open)
+    assert {node.peer.version for node in hands.nodes.values()} == {0}
+
+
+# -- somebody is hurt, at any moment
+
+
+@settings(max_examples=150)
+@given(
+    count=st.integers(2, 7),
+    parts=st.integers(1, 9),
+    chosen=st.lists(st.integers(0, 5), min_size=7, max_size=7),
+    when=st.integers(0, 200),
+    victims=st.integers(1, 3),
+    seed=st.integers(0, 100_000),
+)
+def test_whoever_dies_at_any_moment_the_others_end_and_agree(
+    count: int, parts: int, chosen: list[int], when: int, victims: int, seed: int
+) -> None:
+    it = swarm(count, parts=parts, weights=chosen[:count], seed=seed, shuffle=True)
+    it.hands.step(when)
+    rng = random.Random(seed)
+    dead = rng.sample(list(it.tokens), min(victims, count - 1))
+    for name in dead:
+        it.hands.kill(name)
+        it.hands.step(rng.randrange(30))
+    it.hands.finish()
+    check_accounts(it, dead)
+
+
+@settings(max_examples=100)
+@given(
+    count=st.integers(2, 5),
+    parts=st.integers(1, 6),
+    lost=st.floats(0.0, 0.5),
+    seed=st.integers(0, 100_000),
+)
+def test_whatever_the_data_plane_loses_every_call_ends_and_accounts_are_exact(
+    count: int, parts: int, lost: float, seed: int
+) -> None:
+    it = swarm(count, parts=parts, seed=seed, shuffle=True)
+    rng = random.Random(seed)
+    it.hands.drop = lambda sender, to, what: isinstance(what, tuple) and rng.random() < lost
+    it.hands.finish()
+    check_accounts(it, [])
+
+
+def check_accounts(it: Swarm, dead: list[str]) -> None:
+    """What outcomes claim is what was done, and members that list each other hold equal bits."""
+    alive = [name for name in it.tokens if name not in dead]
+    for name in alive:
+        outcome = it.outcome(name)
+        if outcome.group_size == 1 or not outcome.contributors:
+            continue
+        values = it.hands.nodes[name].values["t"]
+        results = [p for p in range(outcome.parts) if p not in outcome.parts_without_result]
+        if outcome.status is Status.COMPLETE:
+            assert outcome.parts_without_result == ()
+            assert outcome.reason is None
+            for part in results:
+                assert values[part] == pytest.approx(twin(it, part, list(outcome.contributors)))
+        assert outcome.participants == len(outcome.contributors)
+        inside = [it.weights[who] for who in outcome.contributors]
+        assert outcome.total_weight == float(sum(inside))
+        for part in outcome.parts_without_result:
+            assert values[part] == it.values[name][part]  # local values, untouched
+    for a in alive:
+        for b in alive:
+            same_group = it.outcome(a).group_id == it.outcome(b).group_id != b""
+            if same_group and a != b:
+                agree(it, a, b)
+    assert not it.hands.named("parity_differs")
+
+
+def agree(it: Swarm, a: str, b: str) -> None:
+    """The same bits, wherever both have a result."""
+    without = {*it.outcome(a).parts_without_result, *it.outcome(b).parts_without_result}
+    for part in range(it.outcome(a).parts):
+        if part not in without and it.outcome(a).accepted and it.outcome(b).accepted:
+            assert it.hands.value(a, part) == it.hands.value(b, part)
+
+
+def test_a_sender_that_dies_is_in_what_it_finished() -> None:
+    it = swarm(3, parts=3)
+    it.hands.drop = lambda sender, to, what: (
+        isinstance(what, tuple) and sender == "p02" and to == "p01"
+    )
+    it.begun()
+    it.hands.settle()
+    it.hands.kill("p02")
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert outcome.status is Status.PARTIAL
+    assert outcome.excluded[0] == ("p02", Reason.LINK_LOST)
+    assert outcome.contributors == ("p00", "p01")  # p02 is not inside every part
+    assert it.hands.value("p00", 0) == pytest.approx(twin(it, 0, ["p00", "p01", "p02"]))
+    assert it.hands.value("p00", 1) == pytest.approx(twin(it, 1, ["p00", "p01"]))
+
+
+def test_a_reducer_that_dies_leaves_its_parts_without_a_result() -> None:
+    it = swarm(3, parts=6)
+    it.hands.average_fault = {("p02", part): None for part in range(6)}
+    it.begun()
+    it.hands.settle()
+    it.hands.kill("p02")
+    it.hands.finish()
+    mine = tuple(part for part, reducer in enumerate(it.reducers()) if reducer == 2)
+    for name in ("p00", "p01"):
+        outcome = it.outcome(name)
+        assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.LINK_LOST)
+        assert outcome.parts_without_result == mine
+        assert "parts have no result" in outcome.detail
+        assert all(it.hands.value(name, part) == it.values[name][part] for part in mine)
+    lost = [note for name, note in it.hands.named("part_without_result") if name == "p00"]
+    assert [note.fields["part"] for note in lost] == list(mine)
+
+
+def test_many_parts_without_a_result_are_told_by_the_first_few() -> None:
+    it = swarm(2, parts=30)
+    it.hands.average_fault = {("p01", part): None for part in range(30)}
+    it.begun()
+    it.hands.settle()
+    it.hands.kill("p01")
+    it.hands.finish()
+    assert it.outcome("p00").detail.endswith("...")
+
+
+def test_no_part_has_a_result_and_the_round_failed() -> None:
+    it = swarm(2, parts=2)
+    it.hands.average_fault = {
+        (name, part): Reason.CODEC for name in ("p00", "p01") for part in (0, 1)
+    }
+    it.hands.finish()
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert (outcome.status, outcome.reason) == (Status.FAILED, Reason.CODEC)
+        assert not outcome.accepted
+        assert "codec_failed (by the test)" in outcome.detail
+        assert it.hands.nodes[name].peer.version == 0
+        assert it.hands.nodes[name].peer.round == 1  # the axis moves on for all alike
+
+
+def test_a_codec_that_fails_at_the_reducer_costs_that_part_and_says_so() -> None:
+    it = swarm(3, parts=6)
+    mine = 0
+    it.hands.average_fault = {("p00", mine): Reason.CODEC}
+    it.hands.finish()
+    assert it.reducers()[mine] == 0
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.CODEC)
+        assert outcome.parts_without_result == (mine,)
+        assert outcome.contributors == ("p00", "p01", "p02")
+    told = it.hands.said(NoResult)
+    assert {m.parts for m in told} == {(mine,)}  # type: ignore[union-attr]
+    assert "codec_failed" in it.outcome("p00").detail
+
+
+def test_a_bucket_that_was_modified_is_left_out_of_the_parts_not_yet_sent() -> None:
+    it = swarm(3, parts=6)
+    it.hands.push_fault = {("p01", part): Reason.BUCKET_MODIFIED for part in range(6)}
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.WITHDRAWN)
+    assert outcome.contributors == ("p00", "p02")
+    assert outcome.excluded == (("p01", Reason.WITHDRAWN),)
+    assert it.hands.said(Without, sender="p01")
+    assert "bucket_modified (by the test)" in it.outcome("p01").detail
+
+
+def test_a_refused_contribution_is_left_out_with_a_strike_and_its_reason() -> None:
+    it = swarm(3, parts=3)
+    group = None
+    it.hands.drop = lambda sender, to, what: (
+        isinstance(what, tuple) and sender == "p02" and to == "p00"
+    )
+    it.begun()
+    it.hands.settle()
+    group = it.hands.nodes["p00"].opened[-1].group.group_id
+    refused = ev.PartRefused(group, 0, 2, Reason.NOT_FINITE, "layer.weight")
+    it.hands.tell("p00", refused)
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert outcome.status is Status.PARTIAL
+    assert "not_finite: layer.weight" in outcome.detail
+    assert it.hands.value("p01", 0) == pytest.approx(twin(it, 0, ["p00", "p01"]))
+    assert [(n, s.peer, s.reason) for n, s in it.hands.named("strike")] == [
+        ("p00", "p02", "not_finite")
+    ]
+
+
+def test_a_refused_result_keeps_local_values_there() -> None:
+    it = swarm(2, parts=2)
+    it.hands.drop = lambda sender, to, what: (
+        isinstance(what, tuple) and what[0].result and sender == "p01"
+    )
+    it.begun()
+    it.hands.settle()
+    group = it.hands.nodes["p00"].opened[-1].group.group_id
+    bad = ev.PartRefused(group, 1, 1, Reason.PART_SIZE, result=True)
+    it.hands.tell("p00", bad)
+    it.hands.tell("p00", bad)  # a second one changes nothing
+    it.hands.tell("p00", ev.PartRefused(group, 1, 9, Reason.PART_SIZE, result=True))
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert outcome.parts_without_result == (1,)
+    assert outcome.reason is Reason.PART_SIZE
+    assert it.hands.value("p00", 1) == it.values["p00"][1]
+
+
+# -- silence
+
+
+def test_a_silent_sender_is_left_out_after_part_timeout_and_not_earlier() -> None:
+    it = swarm(2, parts=2)
+    it.hands.drop = lambda sender, to, what: (
+        sender == "p01" and isinstance(what, tuple) and not what[0].result
+    )
+    begun = it.hands.now
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert outcome.excluded == (("p01", Reason.SILENT),)
+    assert outcome.contributors == ("p00",)
+    assert it.hands.params.part_timeout_s <= it.hands.ended_at[it.tokens["p00"]] - begun
+    assert it.hands.ended_at[it.tokens["p00"]] - begun <= it.hands.params.part_timeout_s + 2.1
+
+
+def test_a_silent_reducer_is_given_up_after_result_timeout() -> None:
+    it = swarm(2, parts=2)
+    it.hands.drop = lambda sender, to, what: (
+        sender == "p01" and isinstance(what, tuple) and what[0].result
+    )
+    it.hands.change = lambda sender, to, message: message
+    begun = it.hands.now
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.SILENT)
+    assert outcome.parts_without_result == (1,)
+    took = it.hands.ended_at[it.tokens["p00"]] - begun
+    assert took == pytest.approx(it.hands.params.result_timeout_s, abs=2.1)
+
+
+def test_the_round_ends_by_the_callers_timeout_whatever_trickles_in() -> None:
+    it = swarm(2, parts=4, timeout_s=8.0)
+    it.hands.drop = lambda sender, to, what: isinstance(what, tuple)
+    it.hands.finish()
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert outcome.status is Status.PARTIAL  # its own parts have its own values
+        assert outcome.reason is Reason.TIMEOUT
+        assert it.hands.ended_at[it.tokens[name]] <= it.hands.calls[it.tokens[name]][2] + 2.0
+
+
+def test_one_end_by_round_timeout() -> None:
+    params = Params(
+        part_timeout_s=1.0, result_timeout_s=2.0, parity_timeout_s=0.5, round_timeout_s=3.0
+    )
+    it = swarm(2, parts=2, params=params)
+    it.begun()
+    group = it.hands.nodes["p00"].opened[-1].group.group_id
+    it.hands.drop = lambda sender, to, what: isinstance(what, tuple)
+    it.hands.lanes.clear()
+    for _ in range(6):  # somebody speaks all the time, and yet nothing comes
+        it.hands.run(until_s=it.hands.now + 0.7)
+        it.hands.tell("p00", ev.Received("p01", Without(group, Reason.WITHDRAWN, (99,))))
+        it.hands.settle()
+    it.hands.finish()
+    assert it.outcome("p00").reason is Reason.TIMEOUT
+
+
+def test_a_parity_that_never_comes_is_waited_for_two_seconds() -> None:
+    it = swarm(2)
+    it.hands.drop = lambda sender, to, what: isinstance(what, Parity) and sender == "p01"
+    it.hands.finish()
+    assert it.outcome("p00").status is Status.COMPLETE
+    assert it.hands.ended_at[it.tokens["p00"]] - it.hands.ended_at[it.tokens["p01"]] == (
+        pytest.approx(it.hands.params.parity_timeout_s)
+    )
+    assert dict(it.outcome("p00").seconds)["parity"] == pytest.approx(2.0)
+
+
+def test_progress_is_told_while_the_exchange_runs() -> None:
+    it = swarm(2, parts=4)
+    it.hands.average_fault = {("p01", part): None for part in range(4)}
+    it.begun()
+    it.hands.settle()
+    assert it.hands.nodes["p00"].peer.phase == "exchange"
+    assert it.hands.nodes["p00"].peer.progress() == ("exchange", 2, 2, 4, 0)
+    state = {line[0].peer_id: line[2] for line in it.hands.nodes["p00"].peer.peers()}
+    assert state == {"p01": "member"}
+    it2 = swarm(2)
+    it2.hands.hold = lambda sender, to, message: isinstance(message, Parity)
+    it2.hands.settle()
+    assert it2.hands.nodes["p00"].peer.progress()[0] == "parity"
+
+
+# -- what members tell each other
+
+
+def test_a_member_that_withdraws_everything_is_not_waited_for() -> None:
+    it = swarm(3, parts=3)
+    it.hands.drop = lambda sender, to, what: (
+        sender == "p02" and isinstance(what, tuple) and not what[0].result
+    )
+    it.begun()
+    it.hands.settle()
+    group = it.hands.nodes["p00"].opened[-1].group.group_id
+    for name in ("p00", "p01"):
+        it.hands.tell(name, ev.Received("p02", Without(group, Reason.BUCKET_MODIFIED)))
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert outcome.excluded == (("p02", Reason.BUCKET_MODIFIED),)
+    assert outcome.parts_without_result == ()
+    assert it.hands.ended_at[it.tokens["p00"]] < 3.0 + 1.0
+
+
+def test_other_bits_are_noted() -> None:
+    it = swarm(3)
+    it.hands.change = lambda sender, to, message: (
+        Parity(message.group_id, b"other", 0)
+        if isinstance(message, Parity) and (sender, to) == ("p01", "p00")
+        else message
+    )
+    it.hands.finish()
+    assert [(name, note.peer) for name, note in it.hands.named("parity_differs")] == [
+        ("p00", "p01")
+    ]
+
+
+def test_strangers_and_liars_change_nothing() -> None:
+    it = swarm(3, parts=3)
+    it.hands.drop = lambda sender, to, what: isinstance(what, tuple) and sender == "p02"
+    it.begun()
+    it.hands.settle()
+    group = it.hands.nodes["p01"].opened[-1].group.group_id
+    lies = (
+        ("p09", Parity(group, b"", 0)),
+        ("p02", NotMember(group, "p00")),  # neither itself nor the leader
+        ("p00", NotMember(group, "p01")),  # about ourselves
+        ("p00", NotMember(group, "p09")),
+        ("p00", NoResult(group, Reason.CODEC, 0, (2, -1, 99))),  # not its part
+        ("p00", NoResult(b"another group", Reason.CODEC, 0, (0,))),
+        ("p00", Without(group, Reason.CODEC, (-1, 99))),
+        ("p00", Goodbye(Reason.DRAINING)),  # it leaves after this round
+    )
+    for sender, message in lies:
+        it.hands.tell("p01", ev.Received(sender, message))
+    for event in (
+        ev.PartArrived(group, 99, 2),
+        ev.PartArrived(group, 1, 9),
+        ev.Averaged(group, 99, (0,), 0),
+        ev.ResultArrived(group, 0, 2, (0,), 0),  # not from its reducer
+        ev.PartFailed(group, 99, Reason.CODEC, result=True),
+        ev.PartFailed(group, 99, Reason.CODEC),
+        ev.PartRefused(group, 0, 9, Reason.CODEC),
+        ev.PartArrived(b"another group", 1, 0),
+        ev.LinkLost("p09"),
+    ):
+        it.hands.tell("p01", event)
+    it.hands.settle()
+    assert it.hands.nodes["p01"].peer.phase == "exchange"
+    it.hands.finish()
+    assert it.outcome("p01").excluded == (("p02", Reason.SILENT),)
+
+
+# -- what the caller asked for
+
+
+@pytest.mark.parametrize("choice", list(OnPartial))
+def test_a_partial_result_is_taken_or_not_as_the_caller_chose(choice: OnPartial) -> None:
+    it = swarm(3, parts=3, on_partial=choice)
+    it.hands.push_fault = {("p02", part): Reason.CODEC for part in range(3)}
+    it.hands.finish()
+    taken = choice is OnPartial.ACCEPT
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert outcome.status is Status.PARTIAL
+        assert outcome.accepted is taken
+        assert outcome.version == (1 if taken else 0)
+
+
+def test_too_few_participants_leave_the_values_alone() -> None:
+    it = swarm(2, min_participants=3)
+    it.hands.finish()
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert outcome.reason is Reason.TOO_FEW
+        assert not outcome.accepted
+        assert outcome.version == 0
+
+
+def test_alone_where_two_were_wanted_is_not_accepted() -> None:
+    it = swarm(1, min_participants=2)
+    it.hands.finish()
+    outcome = it.outcome("p00")
+    assert (outcome.status, outcome.reason) == (Status.ALONE, Reason.NO_PEERS)
+    assert not outcome.accepted
+
+
+# -- sweeps
+
+
+@pytest.mark.parametrize(("sides", "count"), [((2, 2), 4), ((3, 3), 9), ((2, 2, 2), 8)])
+def test_a_sweep_over_a_full_grid_is_exact(sides: tuple[int, ...], count: int) -> None:
+    params = Params(max_group=max(sides), grid_sides=sides)
+    it = swarm(count, weights=[1 + i % 3 for i in range(count)], params=params, rounds=0)
+    it.hands.finish()
+    names = list(it.tokens)
+    for part in range(4):
+        for name in names:
+            assert it.hands.value(name, part) == pytest.approx(twin(it, part, names))
+    assert {it.outcome(name).rounds for name in names} == {len(sides)}
+    assert {it.outcome(name).version for name in names} == {len(sides)}
+
+
+def test_the_two_by_two_example_with_unequal_weights_gives_three_and_a_half() -> None:
+    hands = Hands(4, params=Params(max_group=2, grid_sides=(2, 2)), parts=1)
+    hands.attach_all()
+    for name, x, weight in zip(hands.nodes, (1.0, 2.0, 5.0, 9.0), (1, 3, 1, 1), strict=True):
+        hands.contribute(name, [x], weight=weight, rounds=0)
+    hands.finish()
+    assert [hands.value(name) for name in hands.nodes] == pytest.approx([3.5] * 4)
+
+
+def test_two_rounds_in_one_call_are_two_rounds() -> None:
+    it = swarm(2, rounds=2)
+    it.hands.finish()
+    assert [it.outcome(name).rounds for name in it.tokens] == [2, 2]
+    assert {it.outcome(name).version for name in it.tokens} == {2}
+
+
+# -- found by these tests: to be mended in the core
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a data plane that never answers an Average: the deadline lies in the past for ever, "
+    "the driver spins and the call never ends",
+)
+def test_an_average_that_is_never_answered_ends_with_the_call() -> None:
+    it = swarm(2, timeout_s=30.0)
+    it.hands.average_fault = {("p00", 0): None}
+    it.hands.finish()
+    assert it.outcome("p00").parts_without_result == (0,)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a sweep whose last round is not accepted hands back the old values under the version "
+    "of its first round",
+)
+def test_a_sweep_that_is_not_accepted_does_not_raise_the_version() -> None:
+    hands = Hands(4, params=Params(max_group=2, grid_sides=(2, 2)))
+    hands.attach_all()
+    tokens = hands.start(rounds=0, on_partial=OnPartial.SKIP)
+    hands.drop = lambda sender, to, what: (
+        isinstance(what, tuple) and sender == "p00" and hands.nodes["p00"].peer.round == 1
+    )
+    hands.finish()
+    outcome = hands.outcomes[tokens["p00"]]
+    assert not outcome.accepted  # the trainer keeps what it had
+    assert outcome.version == 0
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="who leaves a round early tells nobody: the others wait 25 s for its results",
+)
+def test_who_gives_a_member_up_tells_it() -> None:
+    hands = Hands(2)
+    hands.attach_all()
+    hands.drop = lambda sender, to, what: isinstance(what, tuple) and sender == "p01"
+    short = hands.contribute("p00", timeout_s=3.0)
+    token = hands.contribute("p01")
+    hands.finish()
+    assert hands.ended_at[token] - hands.ended_at[short] <= 3.0
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a peer that leaves a group (Leave after a lost Begin) is waited for 25 s all the same",
+)
+def test_a_leave_that_reaches_the_leader_after_begin_counts_as_not_member() -> None:
+    hands = Hands(3)
+    hands.attach_all()
+    hands.drop = lambda sender, to, what: isinstance(what, Begin) and to == "p02"
+    tokens = hands.start()
+    hands.finish()
+    assert hands.said(Accepted, to="p02")
+    assert hands.ended_at[tokens["p00"]] <= 13.0
+
+
+@pytest.mark.xfail(
+    strict=True, reason="an early Parity (a newcomer's Begin is still on its way) is forgotten"
+)
+def test_a_parity_that_overtakes_begin_still_counts() -> None:
+    hands = Hands(2)
+    hands.attach_all()
+    hands.contribute("p00", weight=1)
+    token = hands.contribute("p01", weight=0)
+    hands.hold = lambda sender, to, message: isinstance(message, Begin)
+    hands.settle()
+    assert hands.said(Parity) or hands.nodes["p00"].opened
+    hands.hold = lambda sender, to, message: False
+    hands.release()
+    hands.finish()
+    assert hands.ended_at[token] < 2.0
