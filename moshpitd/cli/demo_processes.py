@@ -159,7 +159,7 @@ class Node:
     def write_config(self, *, bootstrap: list[str], max_group: int) -> None:
         """A file as a person would write it: only what differs from the defaults."""
         control, links = self.ports
-        sections = {
+        sections: dict[str, dict[str, object]] = {
             "node": {
                 "data_dir": str(self.folder / "state"),
                 "socket": str(self.socket),

@@ -29,7 +29,7 @@ class Screen:
     def __init__(self, console: Console, stories: Sequence[Story]) -> None:
         self._console, self._stories = console, stories
         self._began = time.monotonic()
-        self._doing = ""
+        self.waiting = ""
         self._said_at = 0.0
         self._live: Live | None = None
 
@@ -58,15 +58,15 @@ class Screen:
 
     def doing(self, words: str) -> None:
         """What is being waited for now."""
-        if words != self._doing:
-            self._doing = words
+        if words != self.waiting:
+            self.waiting = words
             if self._live is None:
                 self.say(words)
         self.show()
 
     def show(self) -> None:
         if self._live is not None:
-            footer = Text(f"\n{self.seconds:6.1f} s  {self._doing}", style="dim")
+            footer = Text(f"\n{self.seconds:6.1f} s  {self.waiting}", style="dim")
             self._live.update(Group(peers_table(self._stories), footer))
         elif self.seconds - self._said_at >= LINE_EVERY_S:
             self._said_at = self.seconds

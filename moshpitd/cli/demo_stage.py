@@ -6,10 +6,6 @@ and the trainers.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +14,6 @@ from typing import Any
 
 from moshpitd.cli.demo_processes import (
     LEAVE_S,
-    Child,
     Children,
     DemoFailed,
     Node,
@@ -79,22 +74,18 @@ class Stage:
         for node in self.nodes:
             node.start_trainer(self.children, self._options(), seed=node.index)
         self._train(screen)
-        screen.doing("comparing the parameters, and learning alone and with all data")
-        while not self._yardsticks.done:
-            self._look()
-            self._yardsticks.advance()
-            screen.show()
-            time.sleep(POLL_S)
         status = self.nodes[0].status()
         grid = [list(run.grid) for run in status.runs if run.run == RUN] if status else []
-        difference = self._compare()
+        screen.doing("one trainer alone, one with all data, and the comparison of the parameters")
+        self._until(screen, self._yardsticks.advance)
+        difference = self._compare(screen)
         screen.doing("the daemons leave")
         return Played(
             stories=self.stories,
             sides=self.plan.sides,
             grid=grid[0] if grid else [],
-            alone=self._yardsticks.alone,
-            central=self._yardsticks.central,
+            alone=self._yardsticks.reached["alone"],
+            central=self._yardsticks.reached["central"],
             difference=difference,
             killed=self.killed,
             exit_codes=self._leave(),
@@ -114,7 +105,7 @@ class Stage:
         first.write_config(bootstrap=[], max_group=self.plan.max_group)
         first.start_daemon(self.children)
         screen.doing("starting the first daemon")
-        self._wait(screen, lambda: self._join_address(first) is not None, DAEMON_START_S)
+        self._until(screen, lambda: self._join_address(first) is not None, DAEMON_START_S)
         address = self._join_address(first)
         assert address is not None
         screen.say(f"the first daemon is up: {address}")
@@ -132,38 +123,58 @@ class Stage:
                     screen.say(f"{node.name} has joined: {status.peer_id}")
             return len(joined) == len(others)
 
-        self._wait(screen, all_joined, DAEMON_START_S)
+        self._until(screen, all_joined, DAEMON_START_S)
         screen.doing(f"{len(self.nodes)} trainers start, each with an init and a shard of its own")
 
     def _train(self, screen: Screen) -> None:
-        fate = Fate(self, screen) if self.killed is not None else None
-        told = ""
+        self._until(screen, lambda: all(story.started for story in self.stories))
+        screen.doing(f"{len(self.nodes)} trainers learn: a round every {self.plan.every} steps")
+        fate = self._fate(screen)
         while not all(story.state == "done" for story in self.stories):
             self._look()
-            if fate is not None:
-                fate.advance()
-            if all(story.started for story in self.stories) or (fate and fate.began):
-                self._yardsticks.advance()
-                told = told or self._say_trained(screen)
+            next(fate, None)
+            self._yardsticks.advance()
             screen.show()
             time.sleep(POLL_S)
         screen.say("all trainers are through")
 
-    def _say_trained(self, screen: Screen) -> str:
-        words = f"all {len(self.nodes)} trainers learn: a round every {self.plan.every} steps"
-        screen.doing(words)
-        return words
+    def _fate(self, screen: Screen) -> Iterator[None]:
+        """The last peer is killed after a third of the steps and restarted with the same identity
+        and other initial parameters. Yields whenever it has to wait."""
+        killed = self.killed
+        if killed is None:
+            return
+        node = self.nodes[killed.peer]
+        while min(story.step for story in self.stories) * 3 < self.plan.steps:
+            yield
+        node.kill()
+        killed.when_s = screen.seconds
+        screen.say(f"{node.name}: node killed, daemon and trainer (SIGKILL)", "bold red")
+        until = time.monotonic() + DOWN_S
+        while time.monotonic() < until:
+            yield
+        node.start_daemon(self.children)
+        node.story.state = "restarting"
+        screen.say(f"{node.name}: its daemon starts again, with the same identity", "yellow")
+        until = time.monotonic() + DAEMON_START_S
+        while (status := node.status()) is None or not status.joined:
+            if time.monotonic() > until:
+                raise DemoFailed(f"{node.name} did not join again", node.logs)
+            yield
+        screen.say(f"{node.name}: joined as {status.peer_id}, a trainer starts", "yellow")
+        node.start_trainer(self.children, self._options(), seed=SEED_OF_A_NEWCOMER + node.index)
+        while not node.story.started:
+            yield
+        killed.back_s = screen.seconds
+        took = "took a snapshot" if node.story.took_snapshot else "took no snapshot"
+        screen.say(f"{node.name}: back, {took}, goes on at step {node.story.step}", "bold green")
 
-    def _compare(self) -> float:
+    def _compare(self, screen: Screen) -> float:
         """Largest difference between the parameters that the trainers ended with."""
-        out = self.folder / "compare.jsonl"
         dumps = [str(node.dump) for node in self.nodes]
-        child = self.children.start(
-            "the comparison",
-            ["-m", "moshpitd.examples.digits", "compare", "--json", str(out), "--dumps", *dumps],
-            self.folder / "compare.log",
-        )
-        return float(self._result_of(child, out)["max_difference"])
+        comparison = Computation(self.children, self.folder, "compare", ["--dumps", *dumps])
+        self._until(screen, comparison.advance)
+        return float(comparison.line["max_difference"])
 
     def _leave(self) -> list[int | None]:
         """Daemons drain and end; their exit codes, None for one that had to be forced."""
@@ -194,16 +205,20 @@ class Stage:
 
     def _look(self) -> None:
         """Hear the trainers out, and notice what died."""
-        if any([story.look() for story in self.stories]):
-            self._heard_at = time.monotonic()
+        for story in self.stories:
+            if story.look():
+                self._heard_at = time.monotonic()
         self.children.check()
         if time.monotonic() - self._heard_at > SILENCE_S:
             raise self._failed(f"no trainer has told anything for {SILENCE_S:.0f} s")
 
-    def _wait(self, screen: Screen, true: Callable[[], bool], timeout_s: float) -> None:
+    def _until(
+        self, screen: Screen, true: Callable[[], bool], timeout_s: float = SILENCE_S
+    ) -> None:
+        """Wait, while everything is watched."""
         until = time.monotonic() + timeout_s
         while not true():
-            self.children.check()
+            self._look()
             if time.monotonic() > until:
                 raise self._failed(f"after {timeout_s:.0f} s still waiting: {screen.waiting}")
             screen.show()
@@ -214,61 +229,53 @@ class Stage:
         status = node.status()
         return status.addresses[0] if status is not None and status.addresses else None
 
-    def _result_of(self, child: Child, out: Path) -> dict[str, Any]:
-        """The last line of a process that computes one thing."""
-        until = time.monotonic() + SILENCE_S
-        while child.code is None and time.monotonic() < until:
-            time.sleep(POLL_S)
-        self.children.check()
-        lines = JsonLines(out).new()
-        if not lines:
-            raise DemoFailed(f"{child.name} told nothing", (child.log,))
-        return lines[-1]
-
     def _failed(self, why: str) -> DemoFailed:
         return DemoFailed(why, tuple(log for node in self.nodes for log in node.logs))
 
 
-class Fate:
-    """What happens to the last peer: killed after a third of the steps, restarted with the same
-    identity and other initial parameters."""
+class Computation:
+    """One process that computes one thing and tells it in one line."""
 
-    def __init__(self, stage: Stage, screen: Screen) -> None:
-        assert stage.killed is not None
-        self._stage, self._screen, self._killed = stage, screen, stage.killed
-        self._node = stage.nodes[stage.killed.peer]
-        self._next: Iterator[None] = self._unfold()
-        self.began = False
+    def __init__(
+        self, children: Children, folder: Path, what: str, options: list[str], *, nice: bool = False
+    ) -> None:
+        out = folder / f"{what}.jsonl"
+        arguments = ["-m", "moshpitd.examples.digits", what, "--json", str(out), *options]
+        self._child = children.start(what, arguments, folder / f"{what}.log", nice=nice)
+        self._lines = JsonLines(out)
+        self.line: dict[str, Any] = {}
 
-    def advance(self) -> None:
-        next(self._next, None)
+    def advance(self) -> bool:
+        """True when it is done."""
+        if self.line or self._child.code is None:
+            return bool(self.line)
+        lines = self._lines.new()
+        if not lines:
+            raise DemoFailed(f"{self._child.name} told nothing", (self._child.log,))
+        self.line = lines[-1]
+        return True
 
-    def _unfold(self) -> Iterator[None]:
-        """One act after the other; yields whenever it has to wait."""
-        stage, screen, node, killed = self._stage, self._screen, self._node, self._killed
-        while min(story.step for story in stage.stories) * 3 < stage.plan.steps:
-            yield
-        self.began = True
-        node.kill()
-        killed.when_s = screen.seconds
-        screen.say(f"{node.name}: node killed, daemon and trainer (SIGKILL)", "bold red")
-        down_until = time.monotonic() + DOWN_S
-        while time.monotonic() < down_until:
-            yield
-        node.start_daemon(stage.children)
-        node.story.state = "restarting"
-        screen.say(f"{node.name}: the daemon starts again with the same identity", "yellow")
-        give_up = time.monotonic() + DAEMON_START_S
-        while (status := node.status()) is None or not status.joined:
-            if time.monotonic() > give_up:
-                raise DemoFailed(f"{node.name} did not join again", node.logs)
-            yield
-        screen.say(f"{node.name}: joined as {status.peer_id}; a trainer starts", "yellow")
-        node.start_trainer(
-            stage.children, stage._options(), seed=node.index + SEED_OF_A_NEWCOMER
-        )
-        while not node.story.started:
-            yield
-        killed.back_s = screen.seconds
-        took = "with a snapshot" if node.story.took_snapshot else "without a snapshot"
-        screen.say(f"{node.name}: back {took}, at step {node.story.step}", "bold green")
+
+class Yardsticks:
+    """What one trainer reaches on its own shard, and one with all data: one after the other, with
+    what the swarm leaves over of the processors."""
+
+    def __init__(self, plan: Plan, folder: Path, children: Children) -> None:
+        self._folder, self._children = folder, children
+        self._options = ["--of", str(plan.peers), "--steps", str(plan.steps)]
+        self._running: Computation | None = None
+        self.reached: dict[str, float] = {}
+
+    def advance(self) -> bool:
+        """True when both are known."""
+        left = [what for what in ("alone", "central") if what not in self.reached]
+        if not left:
+            return True
+        if self._running is None:
+            self._running = Computation(
+                self._children, self._folder, left[0], self._options, nice=True
+            )
+        elif self._running.advance():
+            self.reached[left[0]] = float(self._running.line["accuracy"])
+            self._running = None
+        return False

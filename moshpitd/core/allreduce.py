@@ -29,19 +29,7 @@ from moshpitd.core.events import (
 from moshpitd.core.messages import Group, Message, NoResult, NotMember, Parity, Without
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
-
-
-@dataclass(slots=True)
-class Lane:
-    """What one other member still owes us, and when it last gave something."""
-
-    progress_at: float
-    gone: Reason | None = None  # out of the round altogether
-    muted: Reason | None = None  # its contributions are given up, its results are still welcome
-    owes_parts: int = 0
-    owes_results: int = 0
-    parity: bytes | None = None
-    parity_without: int = 0
+from moshpitd.core.verdict import Lane, bits_of, inside_all, verdict
 
 
 @dataclass(slots=True)
@@ -71,6 +59,8 @@ class Round:
     details: list[str] = field(default_factory=list)
     parity_sent_at: float | None = None
     finished: Outcome | None = None
+    linger_until: float | None = None
+    expired: bool = False
     effects: list[Effect] = field(default_factory=list)
 
     # -- what drives it
@@ -112,7 +102,7 @@ class Round:
                 self.awaiting[part] = others
             else:
                 self.lanes[reducer].owes_results += 1
-        for i in _bits(others):
+        for i in bits_of(others):
             self.lanes[i].owes_parts = len(self.awaiting)
         if members[self.index].weight > 0:
             for step in range(1, len(members)):
@@ -143,6 +133,12 @@ class Round:
                 self._touch(event.sender, now)
                 if self._open_result(event.part, event.sender):
                     self.lanes[event.sender].owes_results -= 1
+                    self._result(event.part, event.contributors, event.crc)
+                elif event.part in self.without and self.reducers[event.part] == event.sender:
+                    # Its reducer was given up while the result was on its way. It is in the bucket
+                    # now, so it counts: what is reported and what is held must not differ.
+                    del self.without[event.part]
+                    self.missing += 1
                     self._result(event.part, event.contributors, event.crc)
             case PartFailed():
                 self._on_failed(event)
@@ -210,20 +206,34 @@ class Round:
                 self._mute(index, Reason.SILENT)
             if lane.owes_results and quiet >= self.params.result_timeout_s:
                 self._exclude(index, Reason.SILENT)
-        if now >= self.deadline_at:
-            for index in range(len(self.lanes)):
-                if index != self.index and (
-                    self.lanes[index].owes_parts or self.lanes[index].owes_results
-                ):
-                    self._exclude(index, Reason.TIMEOUT)
+        if now >= self.deadline_at and self.parity_sent_at is None:
+            self._expire()
         self._settle(now)
+
+    def _expire(self) -> None:
+        """The call's time is up: take what is here, and tell the others what they wait for in vain.
+
+        Nobody is to blame, so nobody is cut off: results that are made now still go to everybody.
+        """
+        self._tell(Without(self.group.group_id, Reason.TIMEOUT))
+        for index, lane in enumerate(self.lanes):
+            if index != self.index and lane.owes_parts:
+                self._mute(index, Reason.TIMEOUT)
+            if lane.owes_results:
+                self._give_up_results(index, Reason.TIMEOUT)
+        if self.expired:  # the data plane has had its time too
+            parts = tuple(self.closing)
+            for part in parts:
+                del self.closing[part]
+                self._no_result(part, Reason.TIMEOUT)
+            if parts:
+                self._tell(NoResult(self.group.group_id, Reason.TIMEOUT, 0, parts))
+        self.expired = True
+        self.deadline_at += self.params.parity_timeout_s
 
     def deadline(self) -> float:
         if self.parity_sent_at is not None:
-            return min(
-                self.deadline_at + self.params.parity_timeout_s,
-                self.parity_sent_at + self.params.parity_timeout_s,
-            )
+            return self.parity_sent_at + self.params.parity_timeout_s
         times = [self.deadline_at]
         for lane in self.lanes:
             if lane.gone is None and lane.owes_parts and lane.muted is None:
@@ -236,7 +246,7 @@ class Round:
         """A member's weight in the next round of a sweep: what was averaged, shared by all who now
         hold it. Keeping own weights is not exact (2x2 grid, x = 1,2,5,9, w = 1,3,1,1: 4.375 and
         3.0625 instead of 3.5)."""
-        counted = self._intersection()
+        counted = inside_all(self.group, self.contributors, parts=len(self.part_sizes))
         total = sum(m.weight for i, m in enumerate(self.group.members) if counted >> i & 1)
         return total / len(self.group.members)
 
@@ -344,11 +354,14 @@ class Round:
             return
         lane.gone = reason
         self._mute(index, reason)
-        if lane.owes_results:
+        self._give_up_results(index, reason)
+
+    def _give_up_results(self, index: int, reason: Reason) -> None:
+        if self.lanes[index].owes_results:
             for part, reducer in enumerate(self.reducers):
                 if reducer == index and self._open_result(part, index):
                     self._no_result(part, reason)
-            lane.owes_results = 0
+            self.lanes[index].owes_results = 0
 
     def _index_of(self, peer_id: str) -> int | None:
         for i, member in enumerate(self.group.members):
@@ -364,65 +377,28 @@ class Round:
         if self.parity_sent_at is None:
             self.parity_sent_at = now
             self._tell(Parity(self.group.group_id, self._digest(), len(self.without)))
-        waits = any(
-            lane.parity is None and lane.gone is None
-            for i, lane in enumerate(self.lanes)
-            if i != self.index
-        )
-        if waits and now < self.parity_sent_at + self.params.parity_timeout_s:
+        if self._unheard() and now < self.parity_sent_at + self.params.parity_timeout_s:
             return
         self._end(now, self._outcome())
 
     def _outcome(self) -> Outcome:
-        members = self.group.members
+        whole = not self.without
         for i, lane in enumerate(self.lanes):
-            whole = not lane.parity_without and not self.without
-            if i != self.index and whole and lane.parity not in (None, self._digest()):
-                self._note("parity_differs", peer=members[i].peer_id)
-        expected = sum(1 << i for i, m in enumerate(members) if m.weight > 0)
-        inside = self._intersection()
-        excluded = tuple(
-            (members[i].peer_id, lane.gone or lane.muted or Reason.WITHDRAWN)
-            for i, lane in enumerate(self.lanes)
-            if (expected & ~inside) >> i & 1 or self._owed_in_vain(i)
+            compared = whole and i != self.index and not lane.parity_without
+            if compared and lane.parity not in (None, self._digest()):
+                self._note("parity_differs", peer=self.group.members[i].peer_id)
+        return verdict(
+            self.group,
+            index=self.index,
+            reducers=self.reducers,
+            lanes=self.lanes,
+            contributors=self.contributors,
+            without=self.without,
+            details=self.details,
         )
-        without = tuple(sorted(self.without))
-        if without and not self.contributors:
-            status, reason = Status.FAILED, self.without[without[0]]
-        elif without or inside != expected:
-            status = Status.PARTIAL
-            reason = (
-                self.without[without[0]]
-                if without
-                else (excluded[0][1] if excluded else Reason.WITHDRAWN)
-            )
-        else:
-            status, reason = Status.COMPLETE, None
-        if without:
-            self._detail(
-                f"{len(without)} of {len(self.part_sizes)} parts have no result: {_few(without)}"
-            )
-        return Outcome(
-            status=status,
-            reason=reason,
-            detail="; ".join(self.details),
-            accepted=status is not Status.FAILED,
-            group_size=len(members),
-            participants=inside.bit_count(),
-            contributors=tuple(members[i].peer_id for i in _bits(inside)),
-            excluded=excluded,
-            parts=len(self.part_sizes),
-            parts_without_result=without,
-            newcomer=members[self.index].newcomer,
-            total_weight=float(sum(members[i].weight for i in _bits(inside))),
-            group_id=self.group.group_id,
-        )
-
-    def _owed_in_vain(self, index: int) -> bool:
-        return any(self.reducers[part] == index for part in self.without)
 
     def _end(self, now: float, outcome: Outcome) -> None:
-        if self.reducers:
+        if self.reducers and not self._linger(now):
             self.effects.append(Close(self.group.group_id))
         if not outcome.group_id:
             outcome = Outcome(
@@ -437,12 +413,45 @@ class Round:
             )
         self.finished = outcome
 
-    def _intersection(self) -> int:
-        """Members whose contribution is in every part that has a result."""
-        inside = sum(1 << i for i, m in enumerate(self.group.members) if m.weight > 0)
-        for mask in self.contributors.values():
-            inside &= mask
-        return inside if self.contributors or not self.part_sizes else 0
+    def _linger(self, now: float) -> bool:
+        """May a slower member still be reading our results? Then they stay, without us waiting.
+
+        Only with a result for every part of our own: then nothing can touch our bucket any more,
+        which belongs to the trainer again from here on.
+        """
+        if self.without or self.missing or self.index not in self.reducers:
+            return False
+        if not self._unheard():
+            return False
+        self.linger_until = min(now + self.params.result_timeout_s, self.deadline_at)
+        return self.linger_until > now
+
+    def linger(self, now: float) -> bool:
+        """False when the results may go: everybody was heard, is gone, or had its time."""
+        if self.linger_until is None:
+            return False
+        if self._unheard() and now < self.linger_until:
+            return True
+        self.linger_until = None
+        self.effects.append(Close(self.group.group_id))
+        return False
+
+    def overheard(self, sender: str, message: Message | None) -> None:
+        """After the end: a last message of a member, or (None) the news that it is gone."""
+        index = self._index_of(sender)
+        if index is None:
+            return
+        if message is None:
+            self.lanes[index].gone = self.lanes[index].gone or Reason.LINK_LOST
+        elif isinstance(message, Parity):
+            self.lanes[index].parity = message.digest
+
+    def _unheard(self) -> bool:
+        return any(
+            lane.parity is None and lane.gone is None
+            for i, lane in enumerate(self.lanes)
+            if i != self.index
+        )
 
     def _digest(self) -> bytes:
         state = hashlib.blake2b(digest_size=16)
@@ -465,11 +474,3 @@ class Round:
         self.effects.append(
             Note(what, peer, reason, fields={"group": self.group.group_id.hex(), **fields})
         )
-
-
-def _bits(mask: int) -> list[int]:
-    return [i for i in range(mask.bit_length()) if mask >> i & 1]
-
-
-def _few(parts: tuple[int, ...]) -> str:
-    return ", ".join(map(str, parts[:8])) + (" ..." if len(parts) > 8 else "")

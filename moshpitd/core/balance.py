@@ -17,7 +17,8 @@ def load_shares(bandwidths: Sequence[float]) -> tuple[float, ...]:
     arXiv 2103.03239; hivemind solves it as an LP).
     """
     n = len(bandwidths)
-    rated = [max(0.0, rate) for rate in bandwidths]
+    # Rates so small or so large that nobody can have them would make the sums overflow or vanish.
+    rated = [rate if 1e-9 <= rate <= 1e12 else 0.0 for rate in bandwidths]
     order = sorted((i for i in range(n) if rated[i] > 0), key=lambda i: (-rated[i], i))
     shares = [0.0] * n
     if not order:

@@ -21,9 +21,30 @@ class Calls:
     def __init__(self, state: State, conductor: Conductor) -> None:
         self.state, self.conductor = state, conductor
         self.queue: list[ev.Contributed | ev.Synced] = []
+        self.due: dict[str, float] = {}  # token -> when a call that still waits has waited enough
+
+    def deadline(self) -> float | None:
+        return min((self.due[call.token] for call in self._waiting()), default=None)
+
+    def tick(self, now: float) -> None:
+        """A call ends by its own timeout also when its turn never came."""
+        for call in [call for call in self._waiting() if self.due[call.token] <= now]:
+            self.on_cancelled(call.token, now)
+            self._fail(call, Reason.TIMEOUT)
+
+    def _waiting(self) -> list[ev.Contributed | ev.Synced]:
+        work = self.conductor.work
+        return [*self.queue, *(work.late if work is not None else [])]
+
+    def _fail(self, call: ev.Contributed | ev.Synced, reason: Reason) -> None:
+        self.due.pop(call.token, None)
+        outcome = Outcome(Status.FAILED, reason, accepted=False, version=self.state.version)
+        self.state.effects.append(Finish(call.token, call.trainer, outcome))
 
     def on_attached(self, event: ev.Attached, now: float) -> None:
         first = not self.state.trainers
+        if not first and event.schema != self.state.record.schema:
+            return  # the local API refused it with the first difference; its calls find no trainer
         if not first or (
             event.schema == self.state.record.schema
             and self.state.version > event.version
@@ -47,14 +68,16 @@ class Calls:
             self.state.donor.part_count = len(event.part_sizes)
             self.state.donor.holds(event.version, (), event.digest)
             self.state.trainers[event.trainer] = False
-        if first:
+        if first and not self.state.draining:
             self.state.presence.update(has_snapshot=self.state.donor.version is not None)
             self.state.presence.appear(now)
 
     def on_trainer_gone(self, trainer: str, now: float) -> None:
         if self.state.trainers.pop(trainer, None) is None:
             return
-        self.queue = [call for call in self.queue if call.trainer != trainer]
+        for call in [call for call in self.queue if call.trainer == trainer]:
+            self.queue.remove(call)
+            self.due.pop(call.token, None)
         work = self.conductor.work
         if work is not None and work.window_until is not None:
             work.calls = [call for call in work.calls if call.trainer != trainer]
@@ -78,9 +101,9 @@ class Calls:
     def on_contributed(self, event: ev.Contributed, now: float) -> None:
         refusal = self._refusal_of(event)
         if refusal is not None:
-            outcome = Outcome(Status.FAILED, refusal, accepted=False, version=self.state.version)
-            self.state.effects.append(Finish(event.token, event.trainer, outcome))
+            self._fail(event, refusal)
             return
+        self.due[event.token] = now + event.timeout_s
         self.state.refused_until = float("-inf")
         work = self.conductor.work
         if work is None:
@@ -117,11 +140,12 @@ class Calls:
         return Reason.BUSY if any(call.trainer == event.trainer for call in active) else None
 
     def on_synced(self, event: ev.Synced, now: float) -> None:
-        if event.trainer not in self.state.trainers:
-            outcome = Outcome(Status.FAILED, Reason.TRAINER_GONE, accepted=False)
-            self.state.effects.append(Finish(event.token, event.trainer, outcome))
+        due = self.due.setdefault(event.token, now + event.timeout_s)
+        if event.trainer not in self.state.trainers or self.state.draining:
+            gone = event.trainer not in self.state.trainers
+            self._fail(event, Reason.TRAINER_GONE if gone else Reason.DRAINING)
         elif self.conductor.work is None:
-            self.conductor.work = Work(now + event.timeout_s, now, syncs=[event], phase_at=now)
+            self.conductor.work = Work(due, now, syncs=[event], phase_at=now)
             self.conductor.catch_up(self.conductor.work, now)
         elif (
             self.conductor.work.syncs
@@ -139,14 +163,24 @@ class Calls:
             return
         work.syncs = [call for call in work.syncs if call.token != token]
         work.late = [call for call in work.late if call.token != token]
-        if work.round is None:
+        if work.round is not None:
+            return
+        if work.attempt is None:
             work.calls = [call for call in work.calls if call.token != token]
-            if not work.calls and not work.syncs:
-                self.conductor.abandon(Reason.WITHDRAWN, now)
+            work.weight = float(sum(call.weight for call in work.calls))
+        else:  # its weight is promised to a leader: the contribution stays, only nobody waits for it
+            work.cancelled[token] = True
+        if not work.syncs and all(call.token in work.cancelled for call in work.calls):
+            late, work.late = work.late, []
+            self.conductor.abandon(Reason.WITHDRAWN, now)
+            self.queue = [*late, *self.queue]
 
     def on_drained(self, now: float) -> None:
         self.state.draining = True
         self._leave(Reason.DRAINING, now)
+        queue, self.queue = self.queue, []
+        for call in queue:
+            self._fail(call, Reason.DRAINING)
         if self.conductor.work is None:
             self.state.note("drained")
 
@@ -155,9 +189,8 @@ class Calls:
         if isinstance(call, ev.Synced):
             self.on_synced(call, now)
             return
-        self.conductor.work = Work(
-            now + call.timeout_s, now, [call], phase_at=now, window_until=now
-        )
+        work = Work(self.due[call.token], now, [call], phase_at=now, window_until=now)
+        self.conductor.work = work
         waiting = [other for other in self.queue if isinstance(other, ev.Contributed)]
-        self.conductor.work.calls += waiting
+        work.calls += waiting
         self.queue = [other for other in self.queue if not isinstance(other, ev.Contributed)]

@@ -135,9 +135,16 @@ class CatchUp:
             return
         self.staged = digest
         self.step = Step.CONFIRMING
-        self.witnesses = [
-            w for w in self.offer.witnesses if w not in (self.donor, self.me.peer_id)
-        ][:WITNESSES]
+        # First those we know to hold that version, since a liar would name its friends.
+        offer = self.offer
+        others = [
+            e.record.peer_id
+            for e in self.swarm.live(self.me.schema)
+            if e.record.version == offer.version and same_lineage(e.record.lineage, offer.lineage)
+        ]
+        named = [peer for peer in offer.witnesses if peer not in others]
+        able = [peer for peer in (*others, *named) if peer not in (self.donor, self.me.peer_id)]
+        self.witnesses = able[:WITNESSES]
         self._ask_witness(now)
 
     def transfer_failed(self, nonce: bytes, reason: Reason, now: float) -> None:
@@ -226,6 +233,13 @@ class CatchUp:
         self.effects.append(Send(donor.peer_id, SnapshotRequest(self.nonce, self.me)))
 
     def _on_offer(self, offer: SnapshotOffer, now: float) -> None:
+        heard = [entry.record.version for entry in self.swarm.live(self.me.schema)]
+        ceiling = max(heard, default=0) + self.params.max_version_lag
+        winner = self.swarm.winning_lineage(self.me.lineage, self.me.version, self.me.schema)
+        if not same_lineage(offer.lineage, winner) or not 0 <= offer.version <= ceiling:
+            self._strike(self.donor, Reason.VERSION, now)
+            self._next_donor(Reason.VERSION, now)
+            return
         if offer.parts != self.part_count or offer.state_bytes > self.params.max_state_bytes:
             self._strike(self.donor, Reason.PART_SIZE, now)
             self._next_donor(Reason.PART_SIZE, now)

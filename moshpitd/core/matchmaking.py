@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from moshpitd.core.effects import Effect, Send
-from moshpitd.core.group import form_group, group_id_of
+from moshpitd.core.group import form_group, group_id_of, outliers
 from moshpitd.core.messages import (
     Accepted,
     Begin,
@@ -33,6 +33,9 @@ from moshpitd.core.messages import (
 )
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
+
+ALIVE_S = 1.0
+"""A waiting leader repeats Accepted this often, so a dead one is noticed in two of them."""
 
 SLACK_S = 0.25
 """Added to a leader's announced wait before its followers give it up: Begin needs one trip, clocks
@@ -58,9 +61,8 @@ class Candidate:
     asked_at: float = 0.0
     join: Join | None = None
     reason: Reason | None = None
-    waited_for: bool = (
-        True  # False: it made others wait in vain before; its Later does not hold the group up
-    )
+    leader: str = ""  # whom it follows, if ELSEWHERE
+    waited_for: bool = True  # False: it made others wait in vain; its Later holds nobody up
 
 
 @dataclass(slots=True)
@@ -85,6 +87,7 @@ class Attempt:
     nonce: int
     started: float
     deadline_at: float
+    call_ends_at: float = float("inf")
     expected: int = (
         0  # members of a full line of the grid; 0 in the flat group, where all are known
     )
@@ -99,6 +102,7 @@ class Attempt:
     invited: dict[str, float] = field(default_factory=dict)
     window_end: float = 0.0
     clock: float = 0.0
+    alive_at: float = 0.0  # when we last told our followers that we still wait
     group: Group | None = None
     ended: Reason | None = None
     effects: list[Effect] = field(default_factory=list)
@@ -156,7 +160,8 @@ class Attempt:
     def lost(self, peer_id: str, reason: Reason, now: float) -> None:
         """The peer cannot be reached, or says goodbye."""
         if not self.over:
-            self._on_no(peer_id, Answer.LOST, reason, now)
+            self._lose(peer_id, reason, now)
+            self._decide(now)
 
     def accept_begin(self, sender: str, group: Group) -> bool:
         """Are we in it? Only if we follow the sender, and the line about us says what we said."""
@@ -165,6 +170,7 @@ class Attempt:
         mine = [member for member in group.members if member.peer_id == self.me.peer_id]
         return (
             group.leader == sender
+            and group.shape == self.me.shape
             and group.key == self.key
             and len(mine) == 1
             and mine[0].attempt == self.number
@@ -196,21 +202,25 @@ class Attempt:
                 candidate.answer is Answer.ASKED
                 and now >= candidate.asked_at + self.params.answer_timeout_s
             ):
-                candidate.answer, candidate.reason = Answer.LOST, Reason.NO_ANSWER
-                if self.following is not None and self.following.leader == peer_id:
-                    self._unfollow(now)
+                self._lose(peer_id, Reason.NO_ANSWER, now)
         following = self.following
         if following is not None and following.accepted and now >= following.until:
-            self._mark(following.leader, Answer.LOST, Reason.SILENT)
             self._send(following.leader, Leave(self.key, self.number))
-            self._unfollow(now)
+            self._lose(following.leader, Reason.SILENT, now)
         if now >= self.deadline_at:
-            if self.leading and self._joined():
+            # A leader whose own call is over cannot take part in what it would begin.
+            if self.leading and self._joined() and now < self.call_ends_at:
                 self._begin()
             else:
                 self.abandon(Reason.TIMEOUT)
             return
         self._decide(now)
+        if self.group is None and self.leading and now >= self.alive_at + ALIVE_S:
+            self.alive_at = now
+            for peer_id in self._joined():
+                join = self.candidates[peer_id].join
+                if join is not None:
+                    self._send(peer_id, Accepted(self.key, join.attempt, self._waits(now)))
 
     def deadline(self) -> float:
         """The next instant at which something ends."""
@@ -224,6 +234,8 @@ class Attempt:
             if self.following.accepted:
                 times.append(self.following.until)
         else:
+            if self._joined():
+                times.append(self.alive_at + ALIVE_S)
             times.append(self.window_end)
             patience = self.settle_until if self.looked_up else self.look_up_by
             if patience > self.clock:  # once it is over, only the window is left to wait for
@@ -305,32 +317,30 @@ class Attempt:
                 self.settle_until = max(self.settle_until, now + 4 * self.params.settle_s)
             elif known.answer is not Answer.JOINED:
                 known.answer, known.asked_at = Answer.ASKED, now
-        self._send(
-            sender,
-            Accepted(self.key, message.attempt, max(self.params.settle_s, self.window_end - now)),
-        )
+        if not self._joined()[1:]:
+            self.alive_at = now
+        self._send(sender, Accepted(self.key, message.attempt, self._waits(now)))
         self._decide(now)
 
     def _on_accepted(self, sender: str, message: Accepted, now: float) -> None:
         if self.following is None or self.following.leader != sender:
             self._send(sender, Leave(self.key, self.number))
             return
-        self._mark(sender, Answer.JOINED, None)
-        self.candidates[sender].answer = Answer.ELSEWHERE  # it leads; it is no follower of ours
+        # It leads: no follower of ours, and nobody to wait for beyond its own signs of life.
+        self._mark(sender, Answer.ELSEWHERE, None)
         self.following.accepted = True
-        wait = (
-            min(message.waits_s, self.params.attempt_timeout_s)
-            + self.params.answer_timeout_s
-            + SLACK_S
-        )
-        self.following.until = min(now + wait, self.deadline_at)
+        self.following.until = min(now + 2 * ALIVE_S + SLACK_S, self.deadline_at)
         for peer_id in self._joined():
             self._send(peer_id, Redirect(self.key, self.number, sender))
-            self._mark(peer_id, Answer.ELSEWHERE, None)
+            self._follows(peer_id, sender)
 
     def _on_no(self, sender: str, answer: Answer, reason: Reason, now: float) -> None:
-        if sender not in self.candidates:
+        known = self.candidates.get(sender)
+        if known is None:
             return
+        if known.answer is Answer.JOINED and answer in (Answer.LATER, Answer.DECLINED):
+            if reason is not Reason.WITHDRAWN:
+                return  # an answer to an older question; only Leave takes a Join back
         self._mark(sender, answer, reason)
         self.waiting.pop(sender, None)
         if self.following is not None and self.following.leader == sender:
@@ -346,8 +356,10 @@ class Attempt:
         followed = self.following is not None and self.following.leader == sender
         if self.following is not None and not followed:
             return
-        self._mark(sender, Answer.ELSEWHERE, None)
+        self._follows(sender, leader)
         known = self.candidates.get(leader)
+        if known is not None and known.answer is Answer.LOST:
+            self._mark(sender, Answer.ASKED, None, now)  # it will notice too, and look for others
         if followed:
             self.following = None
             if known is not None and known.answer not in (Answer.LOST, Answer.DECLINED):
@@ -418,6 +430,13 @@ class Attempt:
         mine = Join(self.key, self.number, self.me, self.weight, self.newcomer)
         joins = [c.join for c in self.candidates.values() if c.answer is Answer.JOINED and c.join]
         self.group = form_group(mine, joins, nonce=self.nonce, codec=self.codec)
+        heavy = outliers(self.group.members, self.params)
+        if heavy:
+            for join in [join for join in joins if join.record.peer_id in heavy]:
+                joins.remove(join)
+                no = Declined(self.key, join.attempt, Reason.WEIGHT, self.me)
+                self._send(join.record.peer_id, no)
+            self.group = form_group(mine, joins, nonce=self.nonce, codec=self.codec)
         for join in joins:
             self._send(join.record.peer_id, Begin(self.group))
 
@@ -453,6 +472,24 @@ class Attempt:
         if candidate is not None:
             candidate.answer, candidate.reason, candidate.join = answer, reason, None
             candidate.asked_at = now
+
+    def _lose(self, peer_id: str, reason: Reason, now: float) -> None:
+        """The peer is gone; whoever followed it is looking for a leader again, like us."""
+        self._mark(peer_id, Answer.LOST, reason)
+        self.waiting.pop(peer_id, None)
+        for candidate in self.candidates.values():
+            if candidate.answer is Answer.ELSEWHERE and candidate.leader == peer_id:
+                candidate.answer, candidate.leader = Answer.UNASKED, ""
+        if self.following is not None and self.following.leader == peer_id:
+            self._unfollow(now)
+
+    def _follows(self, peer_id: str, leader: str) -> None:
+        self._mark(peer_id, Answer.ELSEWHERE, None)
+        if peer_id in self.candidates:
+            self.candidates[peer_id].leader = leader
+
+    def _waits(self, now: float) -> float:
+        return max(self.params.settle_s, self.window_end - now)
 
     def _joined(self) -> list[str]:
         return [p for p, c in self.candidates.items() if c.answer is Answer.JOINED]

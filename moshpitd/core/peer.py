@@ -17,10 +17,12 @@ from __future__ import annotations
 import random
 
 from moshpitd.core import events as ev
+from moshpitd.core.allreduce import Round
 from moshpitd.core.calls import Calls
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, LookUp, Send
 from moshpitd.core.grid import PEERS_KEY, is_flat
+from moshpitd.core.group import MAX_MBPS, is_sound
 from moshpitd.core.messages import (
     Accepted,
     Begin,
@@ -56,6 +58,8 @@ from moshpitd.core.work import Conductor, Work
 
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
 OF_A_ROUND = (NotMember, Without, NoResult, Parity)
+EARLY = 128
+"""Messages of rounds whose Begin is still on its way; a group of 16 says fewer before anybody's."""
 
 
 class Peer:
@@ -93,9 +97,8 @@ class Peer:
         return effects
 
     def deadline(self) -> float | None:
-        times = [
-            t for t in (self.state.presence.deadline(), self.conductor.deadline()) if t is not None
-        ]
+        doors = (self.state.presence, self.conductor, self.calls)
+        times = [t for t in (door.deadline() for door in doors) if t is not None]
         return min(times) if times else None
 
     def handle(self, event: ev.Event, now: float) -> None:
@@ -229,15 +232,22 @@ class Peer:
         elif isinstance(message, MATCHING):
             if work is not None and work.attempt is not None and message.key == work.attempt.key:
                 work.attempt.receive(sender, message, now)
+            elif isinstance(message, Leave) and work is not None and work.round is not None:
+                self._left_late(work.round, sender, message, now)
         elif isinstance(message, Begin):
             self._on_begin(sender, message.group, now)
         elif isinstance(message, OF_A_ROUND):
+            for ended in self.conductor.lingering:
+                if ended.group.group_id == message.group_id:
+                    ended.overheard(sender, message)
             if (
                 work is not None
                 and work.round is not None
                 and message.group_id == work.round.group.group_id
             ):
                 work.round.receive(sender, message, now)
+            elif len(self.state.early) < EARLY:
+                self.state.early.append((sender, message))
         elif isinstance(message, (SnapshotOffer, SnapshotRefused, DigestReply)):
             if work is not None and work.catch_up is not None:
                 work.catch_up.receive(sender, message, now)
@@ -265,11 +275,18 @@ class Peer:
 
     def _on_ask(self, sender: str, message: Invite | Join, now: float) -> None:
         refusal = self.state.refuse(message.record, now)
-        if isinstance(message, Join) and not 0 <= message.weight <= self.state.params.max_weight:
+        heaviest = self.state.params.max_weight * self.state.params.max_trainers
+        if isinstance(message, Join) and not 0 <= message.weight <= heaviest:
             refusal = Reason.WEIGHT
             self.state.strike(sender, Reason.WEIGHT, now)
         if refusal is None and message.key != self.state.place.key():
             refusal = Reason.MOVED
+        if refusal is Reason.LINEAGE and self._will_follow(message.record):
+            # We take its state before we next average: it should wait for us.
+            self.state.effects.append(
+                Send(sender, Later(message.key, message.attempt, self.state.record))
+            )
+            return
         if refusal is not None:
             self.state.note("refused", sender, refusal)
             self.state.effects.append(
@@ -290,6 +307,12 @@ class Peer:
             Send(sender, Later(message.key, message.attempt, self.state.record))
         )
 
+    def _will_follow(self, record: Record) -> bool:
+        winner = self.state.swarm.winning_lineage(
+            self.state.lineage, self.state.version, self.state.record.schema
+        )
+        return same_lineage(record.lineage, winner)
+
     def _on_begin(self, sender: str, group: Group, now: float) -> None:
         work = self.conductor.work
         attempt = work.attempt if work is not None else None
@@ -299,31 +322,46 @@ class Peer:
             and work.round.group.group_id == group.group_id
         ):
             return  # the same Begin twice
+        if all(member.peer_id != self.state.peer_id for member in group.members):
+            self.state.strike(sender, Reason.NOT_MEMBER, now)
+            return
         sound = (
-            group.schema == self.state.record.schema
+            is_sound(group, self.state.params)
+            and group.schema == self.state.record.schema
             and same_lineage(group.lineage, self.state.lineage)
-            and 2 <= len(group.members) <= self.state.params.max_group
-            and len({member.peer_id for member in group.members}) == len(group.members)
-            and all(0 <= member.weight <= self.state.params.max_weight for member in group.members)
             and group.codec == self.state.codec
         )
         if attempt is not None and sound and attempt.accept_begin(sender, group):
-            attempt.enter(group)
-            return
+            latest = max(member.version for member in group.members)
+            if latest - self.state.version <= self.state.params.max_version_lag:
+                attempt.enter(group)
+                return
+            self.state.strike(sender, Reason.VERSION, now)
+            attempt.abandon(Reason.VERSION)
         for member in group.members[: self.state.params.max_group]:
             if member.peer_id != self.state.peer_id:
                 self.state.effects.append(
                     Send(member.peer_id, NotMember(group.group_id, self.state.peer_id))
                 )
 
+    def _left_late(self, current: Round, sender: str, message: Leave, now: float) -> None:
+        """Its Leave crossed our Begin: it will not take part, and the others should know at once."""
+        group = current.group
+        if group.leader != self.state.peer_id or group.key != message.key:
+            return
+        if any(m.peer_id == sender and m.attempt == message.attempt for m in group.members):
+            current.lost(sender, Reason.NOT_MEMBER, now)
+            self._disown(group, sender)
+
+    def _disown(self, group: Group, peer_id: str) -> None:
+        for member in group.members:
+            if member.peer_id not in (self.state.peer_id, peer_id):
+                self.state.effects.append(Send(member.peer_id, NotMember(group.group_id, peer_id)))
+
     def _on_undelivered(self, to: str, message: Message, now: float) -> None:
         work = self.conductor.work
         if isinstance(message, Begin) and work is not None and work.round is not None:
-            for member in message.group.members:
-                if member.peer_id not in (self.state.peer_id, to):
-                    self.state.effects.append(
-                        Send(member.peer_id, NotMember(message.group.group_id, to))
-                    )
+            self._disown(message.group, to)
         if work is not None and work.round is not None:
             work.round.lost(to, Reason.UNREACHABLE, now)
         self._lose(to, Reason.UNREACHABLE, now)
@@ -349,6 +387,8 @@ class Peer:
                 # at once.
                 self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
         entry = self.state.swarm.heard.get(record.peer_id)
+        if entry is not None and record.schema == self.state.record.schema:
+            entry.note = ""
         if (
             entry is not None
             and self.state.record.schema
@@ -407,6 +447,10 @@ class Peer:
                         )
                     current.handle(event, now)
             case ev.LinkLost():
+                if work is not None and work.attempt is not None:
+                    work.attempt.lost(event.peer, event.reason, now)
+                for ended in self.conductor.lingering:
+                    ended.overheard(event.peer, None)
                 if current is not None:
                     current.handle(event, now)
                 if catch_up is not None and catch_up.donor == event.peer:
@@ -437,6 +481,8 @@ class Peer:
         """Let everything whose time has come end, and carry the work on until it waits for
         something."""
         self.state.presence.tick(now)
+        self.conductor.tick(now)
+        self.calls.tick(now)
         self.state.collect(self.state.donor.effects)
         for _ in range(
             8 + 2 * len(self.calls.queue)
@@ -470,9 +516,10 @@ def _sane(record: Record) -> bool:
         and all(
             0 <= c < side for c, side in zip(record.coordinates, record.shape.sides, strict=True)
         )
-        and record.version >= 0
-        and record.round >= 0
-        and record.up_mbps >= 0
-        and record.down_mbps >= 0
+        and 0 <= record.version < 1 << 62
+        and 0 <= record.round < 1 << 62
+        and 0 <= record.shape.epoch < 1 << 31
+        and 0 <= record.up_mbps <= MAX_MBPS
+        and 0 <= record.down_mbps <= MAX_MBPS
         and len(record.schema) <= 32
     )

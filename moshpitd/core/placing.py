@@ -78,16 +78,16 @@ class Place:
 
     def finished(self, group: Group, index: int) -> None:
         """A round is over: new coordinate, next axis. Also after an exchange that failed: all
-        members drew the same way."""
+        members drew the same way. Shape and round are our own; only the seed is the group's."""
         self.coordinates = rekey(
             self.coordinates,
-            shape=group.shape,
-            round_number=group.round,
+            shape=self.shape,
+            round_number=self.round,
             group_id=group.group_id,
             index=index,
             size=len(group.members),
         )
-        self.round = max(self.round, group.round) + 1
+        self.round += 1
 
     def alone(self) -> None:
         """Nobody came: keep the cell, try the next axis."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from moshpitd.core.catchup import needs_snapshot
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, Note
-from moshpitd.core.messages import Lineage, Record
+from moshpitd.core.messages import Lineage, Message, Record
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
@@ -41,6 +41,7 @@ class State:
     draining: bool = False
     refused_until: float = float("-inf")
     attempts: int = 0
+    early: list[tuple[str, Message]] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
 
     @property

@@ -29,6 +29,10 @@ CATCH_UPS = 3
 waiting for ever."""
 
 
+LINGERING = 4
+"""Ended rounds whose results are kept for slower members; each holds up to a bucket of payloads."""
+
+
 @dataclass(slots=True)
 class Work:
     """One call on its way. Invariant: exactly one of catch_up, attempt, round is set, or the local
@@ -52,6 +56,9 @@ class Work:
     phase_at: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     worst: Outcome | None = None
+    accepted: int = 0  # rounds whose result is in the bucket
+    version_before: int = 0
+    cancelled: dict[str, bool] = field(default_factory=dict)
 
 
 class Conductor:
@@ -61,12 +68,22 @@ class Conductor:
     def __init__(self, state: State) -> None:
         self.state = state
         self.work: Work | None = None
+        self.lingering: list[Round] = []
+
+    def tick(self, now: float) -> None:
+        """Let go of the results that slower members were still reading."""
+        for ended in list(self.lingering):
+            if not ended.linger(now):
+                self.lingering.remove(ended)
+            self.state.collect(ended.effects)
 
     def deadline(self) -> float | None:
+        times = [ended.linger_until for ended in self.lingering if ended.linger_until is not None]
         work = self.work
         if work is None:
-            return None
-        times = [work.window_until] if work.window_until is not None else []
+            return min(times) if times else None
+        if work.window_until is not None:
+            times.append(work.window_until)
         for machine in (work.catch_up, work.attempt, work.round):
             if machine is not None:
                 times.append(machine.deadline())
@@ -138,6 +155,7 @@ class Conductor:
             else max(1, rounds)
         )
         work.weight = float(sum(call.weight for call in work.calls))
+        work.version_before = self.state.version
         if not self.state.caught_up or stale or self.state.behind():
             self.catch_up(work, now)
         else:
@@ -181,6 +199,7 @@ class Conductor:
             self.state.donor.holds(offer.version, (catch_up.donor,), offer.digest)
             self.state.newcomer = work.loaded = True
             self.state.had_company = True
+            work.version_before = offer.version
             for trainer in self.state.trainers:
                 self.state.trainers[trainer] = False
             # What the buckets hold now is the donor's; it must not count a second time.
@@ -231,6 +250,7 @@ class Conductor:
             nonce=self.state.rng.getrandbits(63),
             started=now,
             deadline_at=min(work.deadline_at, now + self.state.params.attempt_timeout_s),
+            call_ends_at=work.deadline_at,
             expected=self.state.place.expected(),
             codec=self.state.codec,
             looked_up=flat and self.state.presence.fresh(now),
@@ -310,6 +330,10 @@ class Conductor:
         )
         work.round, work.phase_at = current, now
         current.start(now)
+        early, self.state.early = self.state.early, []
+        for sender, message in early:
+            if getattr(message, "group_id", b"") == group.group_id:
+                current.receive(sender, message, now)
         self.state.note(
             "group_formed",
             group=group.group_id.hex(),
@@ -323,12 +347,18 @@ class Conductor:
     def _rounded(self, work: Work, current: Round, outcome: Outcome, now: float) -> None:
         """An exchange is over."""
         work.round = None
+        if current.linger_until is not None:
+            self.lingering.append(current)
+            for oldest in self.lingering[:-LINGERING]:
+                oldest.linger_until = now
+            self.tick(now)
         parity_at = current.parity_sent_at if current.parity_sent_at is not None else now
         self._end_phase(work, "exchange", parity_at)
         work.seconds["parity"] = work.seconds.get("parity", 0.0) + max(0.0, now - parity_at)
         group = current.group
         self.state.place.finished(group, current.index)
-        if outcome.accepted and _wanted(outcome, work.calls):
+        if outcome.accepted:
+            work.accepted += 1
             version = 1 + max(member.version for member in group.members)
             self.state.presence.update(version=version)
             self.state.newcomer = False
@@ -344,6 +374,10 @@ class Conductor:
             shape=self.state.place.shape,
         )
         work.rounds_left -= 1
+        if outcome.status is Status.FAILED and work.accepted:
+            # An earlier round of the sweep is in the bucket, and that is an average.
+            outcome = replace(outcome, status=Status.PARTIAL, accepted=True)
+            work.rounds_left = 0
         if work.worst is None or _badness(outcome) >= _badness(work.worst):
             work.worst = outcome
         go_on = (
@@ -361,19 +395,17 @@ class Conductor:
             # arrives later finds the higher version and loads it, instead of the lower PeerID
             # winning with a fresh start.
             self.state.presence.update(version=self.state.version + 1)
-            self._refresh(work)
-        elif (
-            outcome.accepted
-            and outcome.group_id
-            and not outcome.parts_without_result
-            and _wanted(outcome, work.calls)
-        ):
-            self._refresh(work)
+            self._refresh(work, work.worst)
+        elif work.accepted and not work.worst.parts_without_result:
+            self._refresh(work, work.worst)
         self.finish(work.worst, now)
 
-    def _refresh(self, work: Work) -> None:
-        if work.calls:
-            self.state.effects.append(RefreshSnapshot(self.state.version, work.calls[0].trainer))
+    def _refresh(self, work: Work, outcome: Outcome) -> None:
+        """The donor copy follows the result, from a bucket whose trainer lives and holds it."""
+        for call in work.calls:
+            if call.trainer in self.state.trainers and _for(call, outcome).accepted:
+                self.state.effects.append(RefreshSnapshot(self.state.version, call.trainer))
+                return
 
     def _tell_everybody(self) -> None:
         """Our lineage changed: who still knows the old one would not ask us to its group."""
@@ -387,12 +419,20 @@ class Conductor:
         if work is None:
             return
         self.work = None
+        takers = [_for(call, outcome).accepted for call in work.calls]
+        if work.accepted and not any(takers):
+            # Nobody takes it, so nobody here holds that average.
+            self.state.presence.update(version=work.version_before)
+        elif work.accepted:
+            for call, took in zip(work.calls, takers, strict=True):
+                if not took and call.trainer in self.state.trainers:
+                    self.state.trainers[call.trainer] = True  # holds other values than its node now
         outcome = replace(
             outcome,
             rounds=work.rounds_done,
             version=self.state.version,
-            accepted=outcome.accepted
-            or work.loaded,  # loaded values have to reach the trainer whatever followed
+            # Loaded values have to reach the trainer whatever followed.
+            accepted=outcome.accepted or work.loaded,
             loaded_snapshot=work.loaded,
             seconds=tuple(work.seconds.items()),
         )
@@ -421,11 +461,6 @@ class Conductor:
     def _end_phase(self, work: Work, phase: str, now: float) -> None:
         work.seconds[phase] = work.seconds.get(phase, 0.0) + max(0.0, now - work.phase_at)
         work.phase_at = now
-
-
-def _wanted(outcome: Outcome, calls: list[ev.Contributed]) -> bool:
-    """Does any caller take this result?"""
-    return any(_for(call, outcome).accepted for call in calls) if calls else outcome.accepted
 
 
 def _for(call: ev.Contributed, outcome: Outcome) -> Outcome:

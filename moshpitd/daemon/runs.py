@@ -127,7 +127,7 @@ class Run:
             client=attachment.client,
             bytes=layout.nbytes,
         )
-        asyncio.get_running_loop().call_later(HOLD_WITHIN_S, self._expect_hold, trainer)
+        asyncio.get_running_loop().call_later(HOLD_WITHIN_S, self._expect_hold, trainer.name)
         return trainer
 
     def leave(self, name: str) -> None:
@@ -176,12 +176,12 @@ class Run:
         self._ground.exchange.add_run(self.name, layout, self._ground.codec)
         self.layout = layout
 
-    def _expect_hold(self, trainer: Trainer) -> None:
-        if not trainer.held and not trainer.gone.is_set():
-            log_event(
-                log, logging.WARNING, "trainer never held", run=self.name, trainer=trainer.name
-            )
-            self.leave(trainer.name)
+    def _expect_hold(self, name: str) -> None:
+        # The name and not the trainer, which would keep its bucket in memory until now.
+        trainer = self.trainers.get(name)
+        if trainer is not None and not trainer.held:
+            log_event(log, logging.WARNING, "trainer never held", run=self.name, trainer=name)
+            self.leave(name)
 
     # -- calls ------------------------------------------------------------------------------------
 

@@ -123,8 +123,8 @@ def train_in_swarm(args: argparse.Namespace, say: Say) -> None:
     x, y, test_x, test_y = images()
     mine = shard(y, args.index, args.of)
     model = new_model(args.seed)
-    # Rides along in every average; see `finish_together`.
-    model.register_buffer("finished", torch.zeros(1))
+    finished = torch.zeros(1)  # rides along in every average; see `all_through`
+    model.register_buffer("finished", finished)
     batches = Batches(x[mine], y[mine], args.seed)
     counts = Counter[str]()
 
@@ -136,7 +136,15 @@ def train_in_swarm(args: argparse.Namespace, say: Say) -> None:
         say("round", step=step, loss=batches.loss, accuracy=reached, **of_round(result))
 
     session = attach(args.run, model=model, socket=args.socket)
-    optimizer = LocalSGD(new_optimizer(model), session, every=args.every, on_result=told)
+    together = args.final_participants or args.of
+    optimizer = LocalSGD(
+        new_optimizer(model),
+        session,
+        every=args.every,
+        on_result=told,
+        # A group of a grid is not everybody; a sweep of all its dimensions mixes all trainers.
+        rounds="sweep" if together < args.of else 1,
+    )
     step = step_of_the_swarm(session)
     say(
         "start",
@@ -149,16 +157,22 @@ def train_in_swarm(args: argparse.Namespace, say: Say) -> None:
         accuracy=accuracy(model, test_x, test_y),
         samples=len(mine),
     )
-    while step < args.steps:
-        began, missed = time.monotonic(), optimizer.missed
+    final: Result | None = None
+    give_up = float("inf")
+    while final is None and time.monotonic() < give_up:
+        began, missed, before = time.monotonic(), optimizer.missed, optimizer.last
         step += 1
+        finished.fill_(float(step >= args.steps))
         batches.step(model, optimizer)
         if step % args.every == 0:
             leave_step(session, step)
         if optimizer.missed > missed:
             say("missed", step=step, loss=batches.loss, version=session.version)
+        if step >= args.steps:
+            give_up = min(give_up, time.monotonic() + args.final_timeout)
+        if optimizer.last is not before and all_through(optimizer.last, together, finished):
+            final = optimizer.last
         time.sleep(max(0.0, args.pace - (time.monotonic() - began)))
-    final = finish_together(args, model, optimizer)
     say(
         "end",
         step=step,
@@ -194,30 +208,18 @@ def leave_step(session: Session, step: int) -> None:
         return  # the next one will do
 
 
-def finish_together(
-    args: argparse.Namespace, model: nn.Module, optimizer: LocalSGD
-) -> Result | None:
-    """Average on until one round holds all trainers and all of them are through.
+def all_through(result: Result | None, together: int, finished: Tensor) -> bool:
+    """Whether that average is the last one: complete, and all in it have made their steps.
 
-    It is the same round for everybody, found without any further talk, because the mean of the
-    flags is 1 for all members of a group or for none. In a grid (`--final-participants` below
-    `--of`) a group is not everybody: a sweep of all its dimensions mixes all trainers.
+    It is the same average for everybody, found without any further talk, because the mean of the
+    flags is 1 for all members of a group or for none. Who is through trains on until then: if it
+    stood still, the one step of a straggler would weigh more than all that the others know.
     """
-    together = args.final_participants or args.of
-    give_up = time.monotonic() + args.final_timeout
-    while (left_s := give_up - time.monotonic()) > 0:
-        with torch.no_grad():
-            model.get_buffer("finished").fill_(1.0)
-        result = optimizer.average(
-            rounds="sweep" if together < args.of else 1, timeout_s=min(left_s, 30.0)
-        )
-        if result is None:
-            time.sleep(0.2)  # no daemon now; the session is looking for it
-        elif result.status != "complete" or result.participants < together:
-            time.sleep(0.2)  # somebody is still on the way; an average alone ends at once
-        elif model.get_buffer("finished").item() > 0.999:  # a mean of ones, rounded
-            return result
-    return None
+    if result is None or result.participants < together:
+        return False
+    if result.status not in ("complete", "alone"):  # alone is everybody where `together` is 1
+        return False
+    return finished.item() > 0.999  # a mean of ones, rounded
 
 
 def of_round(result: Result) -> dict[str, Any]:

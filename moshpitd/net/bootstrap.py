@@ -51,6 +51,7 @@ class Status(StrEnum):
     UNRESOLVED = "name does not resolve"
     UNROUTED = "no route"
     WRONG_PEER = "wrong PeerID"
+    UNKNOWN = "no address known"
     SILENT = "answers, but not as a peer"
 
 
@@ -127,6 +128,8 @@ async def probe_tcp(address: BootstrapAddress) -> tuple[Status, str] | None:
     return None
 
 
+# What go-libp2p says when its routing does not find a peer.
+UNKNOWN_MARKS = ("no addresses", "routing: not found", "failed to find")
 _REMOTE_KEY = re.compile(r"remote key matches (\w+)")
 
 
@@ -141,6 +144,8 @@ def read_failure(message: str) -> tuple[Status, str]:
         return Status.REFUSED, ""
     if "i/o timeout" in message or "deadline exceeded" in message:
         return Status.TIMEOUT, ""
+    if any(mark in message for mark in UNKNOWN_MARKS):
+        return Status.UNKNOWN, ""
     if "dial backoff" in message:
         return Status.SILENT, "p2pd waits before it dials again"
     return Status.SILENT, message.replace("\n", " ")[-160:]

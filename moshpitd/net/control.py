@@ -30,7 +30,7 @@ from moshpitd.net.bootstrap import (
     peer_id_of,
 )
 from moshpitd.net.dialback import DIAL_BACK_HANDLER, DialBack, DialBackResult, ask
-from moshpitd.net.directory import DIRECTORY_TIMEOUT_S, Directory, SignedRecords
+from moshpitd.net.directory import Directory, SignedRecords
 from moshpitd.net.identity import Identity
 from moshpitd.net.messenger import MESSAGE_HANDLER, SEND_TIMEOUT_S, Messenger, OnMessage
 from moshpitd.net.p2pd import P2pd, P2pdFolder, P2pdOptions, port_of
@@ -193,6 +193,7 @@ class Control:
                     await node.shutdown()
         if p2pd is not None:
             await p2pd.stop()
+        await self._directory.settle()
 
     async def _watch(self) -> None:
         """Start p2pd again whenever it ends."""
@@ -276,7 +277,7 @@ class Control:
     async def _joined(self) -> None:
         """A bootstrap address answered for the first time, or again."""
         try:
-            await self._explore()
+            await self._directory.explore()
             await self._directory.measure_clock()
             if not self._confirmed and await self._identity_is_taken():
                 return
@@ -311,11 +312,6 @@ class Control:
                 return True
         return False
 
-    async def _explore(self) -> None:
-        node = self._live_node()
-        async with asyncio.timeout(DIRECTORY_TIMEOUT_S):
-            await node.find_nearest_nodes([node.node_id, DHTID.generate()])
-
     async def _refresh(self) -> None:
         """Keep the routing table, the clock offset and the node's own record fresh."""
         delay_s, announced_at = REFRESH_FIRST_S, 0.0
@@ -332,7 +328,7 @@ class Control:
                 await self._look_at_oneself()  # NAT traversal finds addresses as it goes
                 if self.table_size == 0:
                     continue
-                await self._explore()
+                await self._directory.explore()
                 await self._directory.measure_clock()
                 if self._directory.now() > announced_at + NODE_TTL_S / 3:
                     if not self._confirmed and await self._identity_is_taken():

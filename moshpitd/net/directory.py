@@ -13,11 +13,12 @@ import logging
 import random
 import statistics
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
@@ -37,6 +38,7 @@ RECORD_BYTES_MAX = 16 * 1024
 TTL_MAX_S = 3600.0
 CLOCK_TOLERANCE_S = 600.0
 DIRECTORY_TIMEOUT_S = 15.0
+SETTLE_TIMEOUT_S = 1.0
 # Peers asked for their clock; the median of seven survives three that lie.
 CLOCK_PEERS = 7
 CLOCK_TIMEOUT_S = 3.0
@@ -63,6 +65,7 @@ class Directory:
         self._node = node
         self._rng = rng
         self._announced: dict[str, _Announced] = {}
+        self._running: set[asyncio.Task[Any]] = set()
 
     def now(self) -> float:
         return float(get_dht_time()) + self.clock_offset_s
@@ -102,11 +105,7 @@ class Directory:
 
         Signatures have been checked. Raises Unreachable when the directory does not answer in time.
         """
-        try:
-            async with asyncio.timeout(DIRECTORY_TIMEOUT_S):
-                found = await self._node().get(key, latest=True)
-        except TimeoutError:
-            raise Unreachable(f"no answer for {key} within {DIRECTORY_TIMEOUT_S:g} s") from None
+        found = await self._bounded(self._node().get(key, latest=True), f"look-up of {key}")
         entries = getattr(found, "value", None)
         if not isinstance(entries, dict):
             return []
@@ -121,15 +120,41 @@ class Directory:
         # The directory keeps the later of two records, so a new value needs a later expiry, also
         # when the ttl shrank or the offset moved in between.
         entry.stored_until = max(self.now() + entry.ttl_s, entry.stored_until + 0.001)
-        try:
-            async with asyncio.timeout(DIRECTORY_TIMEOUT_S):
-                return bool(
-                    await self._node().store(
-                        key, entry.value, entry.stored_until, subkey=self._peer_id
-                    )
-                )
-        except TimeoutError:
-            raise Unreachable(f"{key} not stored within {DIRECTORY_TIMEOUT_S:g} s") from None
+        storing = self._node().store(key, entry.value, entry.stored_until, subkey=self._peer_id)
+        return bool(await self._bounded(storing, f"storing {key}"))
+
+    async def explore(self) -> None:
+        """Ask for the neighbourhood of our own place and of a random one; whoever answers is in the
+        routing table from then on."""
+        node = self._node()
+        places = [node.node_id, DHTID.generate()]
+        await self._bounded(node.find_nearest_nodes(places), "exploring")
+
+    async def settle(self) -> None:
+        """Wait for what is still running, after p2pd has stopped and every call in it fails."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=SETTLE_TIMEOUT_S)
+        for task in list(self._running):
+            task.cancel()
+
+    async def _bounded(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
+        """The result of `work`, or Unreachable after the directory's timeout.
+
+        The work is left to end by itself (each of its calls has a timeout): hivemind's traversal,
+        when cancelled, leaves tasks behind that asyncio reports as destroyed.
+        """
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        done, _ = await asyncio.wait({task}, timeout=DIRECTORY_TIMEOUT_S)
+        if not done:
+            raise Unreachable(f"{what}: no answer within {DIRECTORY_TIMEOUT_S:g} s")
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as seen; whoever waits gets it from the task
 
     async def measure_clock(self) -> None:
         """Ask some peers for their clock and take the median of the differences."""

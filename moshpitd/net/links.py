@@ -230,18 +230,13 @@ class LinkPool:
         return self._outboxes[peer_id]
 
     def _spawn(self, name: str, target: Callable[[], None]) -> None:
-        def body() -> None:
-            try:
-                target()
-            finally:
-                with self._lock:
-                    if not self._closing.is_set():  # else close() joins it
-                        self._threads.discard(thread)
-
-        thread = threading.Thread(target=body, name=name, daemon=True)
+        thread = threading.Thread(target=target, name=name, daemon=True)
         with self._lock:
+            # Finished threads are forgotten here and not by themselves: close() must be able to
+            # join whatever might still run.
+            self._threads = {one for one in self._threads if one.is_alive()}
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _dial(self, peer_id: str, addresses: tuple[str, ...], future: Future[None]) -> None:
         causes: list[str] = []

@@ -19,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
 from moshpitd.errors import ConfigError, Oversized, RemoteProtocolError, Unreachable
 from moshpitd.net import wire
-from moshpitd.net.bootstrap import BootstrapAddress, peer_id_of, read_failure
+from moshpitd.net.bootstrap import BootstrapAddress, Status, peer_id_of, read_failure
 from moshpitd.net.identity import is_peer_id
 from moshpitd.net.p2pd import P2pd
 
@@ -94,7 +94,9 @@ class Messenger:
         try:
             await self._live().client.call_unary_handler(target, MESSAGE_HANDLER, payload)
         except P2PDaemonError as error:
-            if isinstance(error, P2PHandlerError) or not _is_unknown_address(str(error)):
+            if isinstance(error, P2PHandlerError) or (
+                read_failure(str(error))[0] is not Status.UNKNOWN
+            ):
                 raise
             # p2pd's routing does not know where that peer is; its own record may.
             multiaddrs = await self._addresses_of(peer_id)
@@ -111,8 +113,3 @@ class Messenger:
                 if address.peer_id == peer_id:
                     known.append(address.transport)
         await self._live().client.connect(peer_id_of(peer_id), known)
-
-
-def _is_unknown_address(message: str) -> bool:
-    marks = ("no addresses", "routing: not found", "failed to find")
-    return any(mark in message for mark in marks)

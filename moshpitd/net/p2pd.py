@@ -92,7 +92,8 @@ class P2pd:
         self.client: Any = p2p._client
         self.peer_id: str = p2p.peer_id.to_base58()
         self._calls = self.client.control
-        self._calls._pending_calls = _TolerantCalls(self._calls._pending_calls)
+        self._pending = _TolerantCalls(self._calls._pending_calls)
+        self._calls._pending_calls = self._pending
 
     @classmethod
     async def start(cls, folder: P2pdFolder, identity_path: Path, options: P2pdOptions) -> P2pd:
@@ -150,15 +151,9 @@ class P2pd:
         tasks = (self._calls._read_task, self._calls._write_task)
         return self.p2p._child.returncode is None and not any(task.done() for task in tasks)
 
-    def fail_pending_calls(self) -> None:
-        """Nothing will answer them any more; without this their callers wait for their timeouts."""
-        for future in list(self._calls._pending_calls.values()):
-            if not future.done():
-                future.set_exception(P2PDaemonError("p2pd is gone"))
-
     async def stop(self) -> None:
         """End p2pd and wait for it, by force after 3 s."""
-        self.fail_pending_calls()
+        self._pending.end()
         process = self.p2p._child
         try:
             await asyncio.wait_for(self.p2p.shutdown(), KILL_TIMEOUT_S)
@@ -178,10 +173,24 @@ class _TolerantCalls(dict[Any, Any]):
     """hivemind's pending calls, without its race. When an answer arrives in the same turn of the
     loop as the caller's timeout, hivemind sets a result on a cancelled future; the
     InvalidStateError ends its reader task, and every later call of this process waits for ever.
+    After `end`, calls fail at once instead of waiting for an answer that nobody will give.
     """
+
+    ended = False
 
     def __getitem__(self, key: Any) -> _TolerantFuture:
         return _TolerantFuture(super().__getitem__(key))
+
+    def __setitem__(self, key: Any, future: asyncio.Future[Any]) -> None:
+        if self.ended:
+            raise P2PDaemonError("p2pd is gone")
+        super().__setitem__(key, future)
+
+    def end(self) -> None:
+        self.ended = True
+        for future in list(self.values()):
+            if not future.done():
+                future.set_exception(P2PDaemonError("p2pd is gone"))
 
 
 class _TolerantFuture:

@@ -89,6 +89,7 @@ class Bulk:
             value=_mix(node, effect.trainers),
             buckets=_buckets(node, [name for name, _ in effect.trainers]),
             late=_buckets(node, effect.late),
+            trainers=(*[name for name, _ in effect.trainers], *effect.late),
             incarnations=[other.incarnation for other in others],
         )
         self._checks.opened(node, round_)
@@ -211,6 +212,7 @@ class Bulk:
         self._world.post(0.0, node, event)
 
     def _place(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
+        self._checks.placed(node, round_)
         round_.results[part] = payload
         where = self._options.slice_of(part)
         for bucket in round_.buckets.values():

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moshpitd.core.effects import NOTES, Effect, Finish, Note, Send
-from moshpitd.core.messages import Group, Record
-from moshpitd.core.outcome import Outcome, Status
+from moshpitd.core.messages import Group, Parity, Record
+from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.errors import MoshpitError
 from moshpitd.sim.faults import Options
 from moshpitd.sim.nodes import Node, Payload, Round, Vector
@@ -70,10 +70,16 @@ class Checks:
 
     # -- calls end by their deadline ---------------------------------------------------------------
 
-    def called(self, node: Node, token: str, timeout_s: float) -> None:
-        deadline = self._now() + timeout_s + SLACK_S
+    def called(self, node: Node, token: str, timeout_s: float) -> float:
+        """A call begins; returns when it must be over.
+
+        An exchange that runs into the call's timeout takes what is there, and that may take its own
+        data plane and then the others' last messages one parity timeout each.
+        """
+        deadline = self._now() + timeout_s + 2.0 * self._options.params.parity_timeout_s + SLACK_S
         self._calls[token] = (deadline, node)
         heapq.heappush(self._deadlines, (deadline, token))
+        return deadline
 
     def abandoned(self, token: str) -> None:
         """Nobody waits for this call any more (the daemon died, the trainer died or gave up)."""
@@ -96,17 +102,22 @@ class Checks:
                 self._finished(node, effect)
             case Note() if effect.what not in NOTES:
                 self.fail(f"noted {effect.what!r}, which is not one of NOTES", node)
+            case Send(message=Parity(group_id=group_id)) if group_id in node.plane.rounds:
+                self._settled(node, node.plane.rounds[group_id])
             case Send() if (broken := _over_bound(effect.message)) is not None:
                 self.fail(f"sends {broken}", node)
             case _:
                 pass
 
     def _finished(self, node: Node, effect: Finish) -> None:
+        outcome = effect.outcome
+        if outcome.reason is not Reason.BUSY:
+            for round_ in node.plane.rounds.values():
+                round_.returned.add(effect.trainer)
         if effect.token in self._abandoned:
             return
         if self._calls.pop(effect.token, None) is None:
             self.fail(f"finishes {effect.token}, which is not an open call", node)
-        outcome = effect.outcome
         trainer = node.trainer(effect.trainer)
         if trainer is None:
             self.fail(f"finishes {effect.token} of unknown trainer {effect.trainer}", node)
@@ -128,6 +139,9 @@ class Checks:
             self.fail("reports a round that it did not close lately", node)
         parts = range(self._options.parts)
         without = outcome.parts_without_result
+        present = [part for part in without if part in results]
+        if present:
+            self.fail(f"has results in place for parts {present}, which it reports without", node)
         missing = [part for part in parts if part not in results and part not in without]
         if missing:
             self.fail(f"claims results for parts {missing} that never arrived", node)
@@ -161,11 +175,10 @@ class Checks:
     # -- rounds ------------------------------------------------------------------------------------
 
     def opened(self, node: Node, round_: Round) -> None:
-        group, open_ = round_.group, node.plane.rounds
+        group = round_.group
+        open_ = [key for key, other in node.plane.rounds.items() if not other.settled]
         if open_:
-            self.fail(
-                f"opens group {group.group_id.hex()[:8]} inside {next(iter(open_)).hex()[:8]}", node
-            )
+            self.fail(f"opens {group.group_id.hex()[:8]} inside {open_[0].hex()[:8]}", node)
         known = self._groups.setdefault(group.group_id, group)
         if known != group:
             self.fail(f"knows another group under the id {group.group_id.hex()[:8]}", node)
@@ -207,9 +220,18 @@ class Checks:
                 )
 
     def closed(self, node: Node, round_: Round) -> None:
-        """Members in each other's contributor sets hold the same bits."""
+        self._settled(node, round_)
+
+    def _settled(self, node: Node, round_: Round) -> None:
+        """It says Parity, or closes: members in each other's contributor sets hold the same bits.
+
+        After that a round may stay open for slower members to read from, with its buckets returned.
+        """
+        if round_.settled:
+            return
+        round_.settled = True
         recent = self._recent.setdefault(node.peer_id, {})
-        recent[round_.group.group_id] = dict(round_.results)
+        recent[round_.group.group_id] = round_.results
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
         seen = self._results.setdefault(round_.group.group_id, {})
@@ -217,9 +239,7 @@ class Checks:
             where = self._options.slice_of(part)
             for name, bucket in round_.buckets.items():
                 if bucket[where].tobytes() != payload.values.tobytes():
-                    self.fail(
-                        f"closes with other values in the bucket of {name} than the result", node
-                    )
+                    self.fail(f"has other values in the bucket of {name} than the result", node)
             for index, other in seen.setdefault(part, []):
                 if (
                     other.crc != payload.crc
@@ -229,6 +249,12 @@ class Checks:
                     peer_id = round_.group.members[index].peer_id
                     self.fail(f"holds other bits of part {part} than {peer_id}", node)
             seen[part].append((round_.index, payload))
+
+    def placed(self, node: Node, round_: Round) -> None:
+        """A result goes into buckets."""
+        returned = [name for name in round_.trainers if name in round_.returned]
+        if returned:
+            self.fail(f"gets a result into the bucket of {returned}, which is the trainer's", node)
 
     def serving(self, node: Node) -> None:
         if len(node.plane.outgoing) > self._options.params.snapshot_slots:

@@ -148,6 +148,7 @@ DRAWN: dict[
     "join_spread_s": lambda rng: rng.choice((0.2, 2.0, 10.0)),
     "newcomers": lambda rng: rng.choice((0, 3, 8)),
     "rounds": lambda rng: rng.choice((1, 1, 0)),
+    "call_timeout_s": lambda rng: rng.choice((60.0, 60.0, 10.0)),
     "compute_s": lambda rng: rng.choice((1.0, 3.0, 6.0)),
     "compute_sigma": lambda rng: rng.choice((0.0, 0.2, 0.5)),
     "latency_s": lambda rng: rng.choice((0.001, 0.02, 0.08)),

@@ -201,9 +201,8 @@ class Life:
     def _contribute(self, node: Node, trainer: Trainer, name: str) -> None:
         if trainer.name != name or not trainer.attached:
             return  # that step was computed for an attachment that is over
-        if any(
-            name in round_.buckets or name in round_.late for round_ in node.plane.rounds.values()
-        ):
+        open_ = node.plane.rounds.values()
+        if any(name in r.trainers and name not in r.returned for r in open_):
             self._compute(node, trainer)  # it gave up a call whose round still owns the bucket
             return
         trainer.calls += 1
@@ -220,8 +219,8 @@ class Life:
             return
         timeout_s = self._options.call_timeout_s
         trainer.token = token = f"{node.peer_id}.{trainer.name}.{trainer.calls}"
-        self._world.checks.called(node, token, timeout_s)
-        self._world.later(timeout_s + 2.0 * SLACK_S, self._world.checks.after_event)
+        due = self._world.checks.called(node, token, timeout_s)
+        self._world.later(due + SLACK_S - self._world.now, self._world.checks.after_event)
         if (
             not self.calm
             and self._options.impatient

@@ -92,10 +92,13 @@ class Round:
     totals: dict[int, float] = field(default_factory=dict)
     payloads: dict[int, Payload] = field(default_factory=dict)  # parts we reduced
     results: dict[int, Payload] = field(default_factory=dict)  # what stands in the bucket
+    trainers: tuple[str, ...] = ()  # whose buckets these are
     arrived: set[tuple[int, int, int]] = field(
         default_factory=set
     )  # membership only, never iterated
     lost: set[int] = field(default_factory=set)
+    settled: bool = False  # it has said Parity (or closed): nothing of it changes any more
+    returned: set[str] = field(default_factory=set)  # trainers whose bucket is theirs again
 
 
 @dataclass(frozen=True, slots=True)

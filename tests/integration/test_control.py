@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -410,23 +409,22 @@ async def test_nothing_is_left_in_the_file_system(make: Make, tmp_path: Path) ->
     assert not {name for name in set(os.listdir("/tmp")) - before if "hivemind" in name}
 
 
-ORPHAN = textwrap.dedent(
-    """
-    import asyncio, os, signal, sys
-    from pathlib import Path
-    from moshpitd.net.control import Control, ControlOptions
-    from moshpitd.net.identity import Identity
-    from moshpitd.net.messenger import MESSAGE_BYTES_MAX
+ORPHAN = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from moshpitd.net.control import Control, ControlOptions
+from moshpitd.net.identity import Identity
 from moshpitd.net.p2pd import P2pdOptions
 
-    async def main(): folder = Path(sys.argv[1]) options = ControlOptions(data_dir=folder,
-    p2pd=P2pdOptions(listen=(sys.argv[2],))) await Control(Identity.load_or_create(folder /
-    "identity"), options, lambda *a: None).start() print("started", flush=True) await
-    asyncio.sleep(60)
+async def main():
+    folder = Path(sys.argv[1])
+    options = ControlOptions(data_dir=folder, p2pd=P2pdOptions(listen=(sys.argv[2],)))
+    await Control(Identity.load_or_create(folder / "identity"), options, lambda *a: None).start()
+    print("started", flush=True)
+    await asyncio.sleep(60)
 
-    asyncio.run(main())
-    """
-)
+asyncio.run(main())
+"""
 
 
 async def test_after_a_kill_the_next_start_cleans_up_and_takes_the_port(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Node:
     over: set[bytes] = field(default_factory=set)
     early: dict[bytes, list[Contribution | Result]] = field(default_factory=dict)
     opened: list[ef.Open] = field(default_factory=list)
+    attempts: int = 0
     snapshot: tuple[int, list[float]] | None = None
     staged: dict[bytes, list[float]] = field(default_factory=dict)
     alive: bool = True
@@ -380,6 +381,7 @@ class Hands:
             case ef.Note():
                 assert effect.what in ef.NOTES, effect
                 self.notes.append((name, effect))
+                node.attempts += effect.what == "attempt_started"
             case ef.Open() | ef.Push() | ef.Average() | ef.Close():
                 self._exchange(name, node, effect)
             case _:
@@ -411,13 +413,13 @@ class Hands:
     def _exchange(self, name: str, node: Node, effect: ef.Effect) -> None:
         match effect:
             case ef.Open():
-                assert not node.exchanges, f"{name} is in two groups at once"
+                assert node.attempts > len(node.opened), f"{name} is in two groups of one attempt"
                 group_id = effect.group.group_id
                 own = [_own(node, effect, part) for part in range(self.parts)]
                 node.exchanges[group_id] = Exchange(effect, own)
                 node.opened.append(effect)
-                for item in node.early.pop(group_id, []):
-                    self._land(name, node, item)
+                for item in node.early.pop(group_id, []):  # after the other effects of this event
+                    self.tell(name, item, plane="early")
             case ef.Push():
                 self._push(name, node, effect)
             case ef.Average():
@@ -460,11 +462,11 @@ class Hands:
                 weighted = item.weight * item.value
                 exchange.sums[item.part] = exchange.sums.get(item.part, 0.0) + weighted
                 exchange.inside.setdefault(item.part, []).append(item.sender)
-                self.tell(name, ev.PartArrived(item.group_id, item.part, item.sender))
+                self._give(name, ev.PartArrived(item.group_id, item.part, item.sender))
             return
         self._put_in_place(node, exchange, item.part, item.value)
         event = ev.ResultArrived(item.group_id, item.part, item.sender, item.inside, item.crc)
-        self.tell(name, event)
+        self._give(name, event)  # at once: what a link says is never overtaken by its end
 
     def _average(self, name: str, node: Node, effect: ef.Average) -> None:
         exchange = node.exchanges[effect.group_id]
@@ -519,8 +521,9 @@ class Hands:
             case ef.DropSnapshot():
                 node.staged.pop(effect.nonce, None)
             case ef.RefreshSnapshot():
-                node.snapshot = (effect.version, list(node.values[effect.trainer]))
-                self.tell(name, ev.SnapshotRefreshed(effect.version))
+                if effect.trainer in node.values:  # its bucket goes with it
+                    node.snapshot = (effect.version, list(node.values[effect.trainer]))
+                    self.tell(name, ev.SnapshotRefreshed(effect.version))
             case ef.Digest():
                 held = node.snapshot is not None and node.snapshot[0] == effect.version
                 digest = digest_of(node.snapshot[1]) if held and node.snapshot else b""

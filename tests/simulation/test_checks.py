@@ -318,12 +318,12 @@ def test_a_peer_that_breaks_a_round_is_caught(kind: type[Echo], words: str) -> N
 # -- damage outside of any peer --------------------------------------------------------------------
 
 
-def _at_first_close(spoil: Callable[[World, Any], None]) -> World:
+def _at_first_parity(spoil: Callable[[World, Any], None]) -> World:
     world = world_of(Static)
     done: list[bool] = []
 
     def watch(node: Any, item: object) -> None:
-        if isinstance(item, Close) and not done:
+        if isinstance(item, Send) and isinstance(item.message, Parity) and not done:
             done.append(True)
             spoil(world, node)
 
@@ -335,8 +335,8 @@ def test_other_bits_in_a_bucket_are_caught() -> None:
     def spoil(world: World, node: Any) -> None:
         node.trainers[0].bucket[0] += 1e-15
 
-    with pytest.raises(Violation, match="closes with other values in the bucket"):
-        _at_first_close(spoil).run()
+    with pytest.raises(Violation, match="has other values in the bucket"):
+        _at_first_parity(spoil).run()
 
 
 def test_members_that_hold_other_bits_are_caught() -> None:
@@ -346,7 +346,7 @@ def test_members_that_hold_other_bits_are_caught() -> None:
         round_.results[0] = replace(payload, crc=payload.crc ^ 1)
 
     with pytest.raises(Violation, match="holds other bits of part 0 than"):
-        _at_first_close(spoil).run()
+        _at_first_parity(spoil).run()
 
 
 def test_an_average_that_is_not_the_mean_is_caught() -> None:

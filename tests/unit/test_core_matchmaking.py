@@ -77,32 +77,34 @@ def test_all_ready_at_once_are_one_group_at_once(count: int) -> None:
     assert all(hands.value(name) == pytest.approx(mean) for name in hands.nodes)
 
 
-def in_any_order(seed: int) -> None:
+@pytest.mark.xfail(
+    strict=True,
+    reason="2 % of the orders: a Later to an earlier Invite takes a Join back on one side only "
+    "(phantom member), and ELSEWHERE outlives the leader that it points to (both end alone)",
+)
+def test_in_whatever_order_messages_arrive_two_live_peers_do_not_both_end_alone() -> None:
+    wrong = []
+    for seed in range(300):
+        hands = ready(5, seed=seed, shuffle=True)
+        tokens = hands.start()
+        hands.finish()
+        alone = [t for t in tokens.values() if hands.outcomes[t].status is Status.ALONE]
+        inside = [name for group in groups(hands) for name in group]
+        if len(alone) > 1 or sorted(set(inside)) != sorted(inside):
+            wrong.append(seed)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_whatever_order_messages_arrive_nobody_waits_long_and_groups_are_sound(
+    seed: int,
+) -> None:
     hands = ready(5, seed=seed, shuffle=True)
     tokens = hands.start()
     hands.finish()
-    alone = [t for t in tokens.values() if hands.outcomes[t].status is Status.ALONE]
-    assert len(alone) <= 1, hands.tail()
-    inside = [name for group in groups(hands) for name in group]
-    assert len(inside) == len(set(inside)) == 5 - len(alone)
-
-
-CROSSED = (18,)
-
-
-@pytest.mark.parametrize("seed", [seed for seed in range(40) if seed not in CROSSED])
-def test_in_whatever_order_messages_arrive_two_live_peers_do_not_both_end_alone(seed: int) -> None:
-    in_any_order(seed)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="a Later that answers an earlier Invite takes our Join back on our side only: the "
-    "other side accepts the Join and begins a group with a phantom",
-)
-@pytest.mark.parametrize("seed", CROSSED)
-def test_a_later_that_crosses_a_join_makes_no_phantom(seed: int) -> None:
-    in_any_order(seed)
+    for token in tokens.values():
+        assert hands.outcomes[token].accepted
+        assert waited(hands, token) <= hands.params.attempt_timeout_s
 
 
 @pytest.mark.parametrize("gap_s", [0.01, 0.3, 1.0, 2.0])
@@ -256,27 +258,21 @@ def test_a_peer_whose_contribution_was_refused_is_not_waited_for() -> None:
     reason="S21: LinkLost is ignored while matching, and peers that follow the dead leader are "
     "not waited for (ELSEWHERE), so everybody ends alone",
 )
-@pytest.mark.parametrize("seed", range(6))
-def test_the_leader_dies_before_begin_and_the_others_are_grouped_within_ten_seconds(
-    seed: int,
-) -> None:
-    hands = ready(4, seed=seed, shuffle=True)
-    hands.drop = lambda sender, to, what: sender == "p00" and isinstance(what, Begin)
-    tokens = hands.start()
-    while not hands.said(Accepted, sender="p00"):
-        hands.step(1)
-    hands.kill("p00")
-    hands.finish()
-    for name in ("p01", "p02", "p03"):
-        outcome = hands.outcomes[tokens[name]]
-        assert outcome.group_size == 3, hands.tail()
-        assert waited(hands, tokens[name]) <= 10.0
+def test_the_leader_dies_before_begin_and_the_others_are_grouped_within_ten_seconds() -> None:
+    for seed in range(12):
+        hands = ready(4, seed=seed, shuffle=True)
+        hands.drop = lambda sender, to, what: sender == "p00" and isinstance(what, Begin)
+        tokens = hands.start()
+        while not hands.said(Accepted, sender="p00"):
+            hands.step(1)
+        hands.kill("p00")
+        hands.finish()
+        for name in ("p01", "p02", "p03"):
+            outcome = hands.outcomes[tokens[name]]
+            assert outcome.group_size == 3, f"seed {seed}" + hands.tail()
+            assert waited(hands, tokens[name]) <= 10.0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="S21: a follower waits 7.25 s for a silent leader, longer than anybody's window",
-)
 def test_a_leader_that_falls_silent_is_given_up_within_ten_seconds() -> None:
     hands = ready(3)
     hands.drop = lambda sender, to, what: sender == "p00" and isinstance(what, Begin)
@@ -652,11 +648,6 @@ def test_a_begin_with_a_shape_that_is_not_ours_does_not_raise(shape: Shape) -> N
     hands.finish()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Begin's shape is not checked: coordinates outside our own shape make every later "
-    "record of ours insane, so that honest peers strike us",
-)
 def test_a_begin_with_another_flat_shape_leaves_our_record_sane() -> None:
     hands = ready(2)
     forge_begin(hands, "p00", "p01", shape=Shape(3, (12,)))
@@ -685,7 +676,6 @@ def test_a_lying_leader_cannot_lift_our_version_or_round_without_bound(what: str
     assert max(record.version, record.round) <= 1 + hands.params.max_version_lag
 
 
-@pytest.mark.xfail(strict=True, reason="inf passes _sane and Begin: assign_reducers raises")
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_member_of_infinite_bandwidth_does_not_raise(count: int) -> None:
     hands = ready(count)
@@ -696,9 +686,6 @@ def test_a_member_of_infinite_bandwidth_does_not_raise(count: int) -> None:
     hands.finish()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a NotMember that overtakes the leader's Begin is ignored: 26 s, not 0"
-)
 def test_a_not_member_that_overtakes_begin_still_counts() -> None:
     hands = ready(4)
     tokens = hands.start(3)
@@ -717,11 +704,6 @@ def test_a_not_member_that_overtakes_begin_still_counts() -> None:
     assert waited(hands, tokens["p02"]) < 3.0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the sum of a node's trainers' weights may exceed max_weight: honest peers decline it "
-    "with a strike",
-)
 def test_two_trainers_of_the_largest_weight_are_not_a_strike() -> None:
     hands = ready(2)
     hands.attach("p01", trainer="u")
@@ -734,11 +716,6 @@ def test_two_trainers_of_the_largest_weight_are_not_a_strike() -> None:
     assert not hands.named("strike")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a leader whose call ends begins the group all the same, then excludes everybody at "
-    "once: the others wait 25 s for its results",
-)
 def test_a_leader_whose_call_ends_does_not_begin_a_group_it_cannot_take_part_in() -> None:
     hands = ready(3)  # p02 is idle, so p00 waits for it
     hands.contribute("p00", timeout_s=1.0)
@@ -747,7 +724,6 @@ def test_a_leader_whose_call_ends_does_not_begin_a_group_it_cannot_take_part_in(
     assert waited(hands, token) <= 10.0
 
 
-@pytest.mark.xfail(strict=True, reason="max_weight_ratio of Params is used nowhere")
 def test_a_weight_far_above_the_groups_median_is_refused() -> None:
     hands = ready(3)
     hands.contribute("p00", weight=1)
@@ -768,7 +744,6 @@ def test_a_begin_in_which_we_are_not_named_is_not_answered_to_everybody_in_it() 
     assert not hands.said(NotMember, sender="p02", to="p00")
 
 
-@pytest.mark.xfail(strict=True, reason="the note of a peer's schema is never taken back")
 def test_a_peer_that_comes_back_with_our_schema_is_no_longer_marked() -> None:
     hands = Hands(2)
     hands.attach("p00", text="w")

@@ -27,11 +27,13 @@ from moshpitd.core.events import (
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon import accumulate, early, exchange, intake
 from moshpitd.daemon.exchange import Exchange, run_hash
+from moshpitd.daemon.pacing import Skipped
 from moshpitd.errors import ConfigError, LocalProtocolError
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.links import LinkCallbacks, LinkPool
 from moshpitd.tensors.codecs import CODECS
+from moshpitd.tensors.layout import Part
 from moshpitd.tensors.mapped import bytes_of
 from tests.kit.planes import (
     RUN,
@@ -585,6 +587,49 @@ def test_after_close_nothing_is_written_or_sent(pair: list[Plane]) -> None:
     assert torch.equal(plane.buckets["t"].data, before)
     assert plane.quiet() == []
     assert list(current.outgoing((part,), result=False)) == []
+
+
+def test_a_contribution_whose_part_was_closed_without_us_is_not_sent(pair: list[Plane]) -> None:
+    plane = pair[0]
+    group = group_of(pair)
+    open_round([plane], group)
+    part, other = [p.index for p in plane.layout.parts if p.dtype == "float32" and p.index % 2]
+    current = plane.exchange._runs[RUN].rounds[group.group_id]
+    waiting = dict(zip((part, other), current.outgoing((part, other), result=False), strict=True))
+    frame = contribution(plane, group.group_id, part, kind=FrameKind.RESULT, contributors=2)
+    plane.exchange.on_frame("peer-1", *frame)
+    room = memoryview(bytearray(8192))
+    with pytest.raises(Skipped):
+        waiting[part][1](room)  # the bucket holds the result by now
+    assert len(waiting[other][1](room)) == plane.layout.parts[other].nbytes
+    plane.exchange.handle(RUN, Close(group.group_id))
+    with pytest.raises(Skipped):
+        waiting[other][1](room)
+
+
+def test_a_bucket_that_changes_while_it_is_encoded_is_not_sent(
+    pair: list[Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = pair[0]
+    group = group_of(pair)
+    open_round([plane], group)
+    part = float_part(plane, even=False)
+    current = plane.exchange._runs[RUN].rounds[group.group_id]
+    read = current._local.contribution
+
+    def fill_meanwhile(spot: Part) -> Tensor:
+        set_generation(plane.buckets["t"], 3)
+        return read(spot)
+
+    monkeypatch.setattr(current._local, "contribution", fill_meanwhile)
+    [(_, payload_fn)] = current.outgoing((part,), result=False)
+    with pytest.raises(Skipped):
+        payload_fn(memoryview(bytearray(8192)))
+    assert plane.wait(PartFailed).reason is Reason.BUCKET_MODIFIED
+    set_generation(plane.buckets["t"], 2)
+    plane.exchange.handle(RUN, Average(group.group_id, 0))
+    reasons = [plane.wait(PartFailed).reason, plane.wait(PartFailed).reason]
+    assert reasons == [Reason.BUCKET_MODIFIED, Reason.NO_CONTRIBUTORS]
 
 
 def test_close_waits_for_the_thread_that_writes(

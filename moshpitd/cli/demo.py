@@ -1,0 +1,193 @@
+"""`demo`: a swarm on this machine that trains a real model, loses a node and gets it back.
+
+One rule: it proves something or fails; the exit code is 0 only when every expectation holds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from moshpitd.cli.output import console
+from moshpitd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moshpitd.cli.demo_stage import Plan
+
+STEPS_FLAT, STEPS_GRID = 480, 960
+"""A round of a grid mixes one line of it, so the same accuracy takes about twice the rounds."""
+PEERS_MIN, PEERS_MAX = 3, 64
+"""Of two shards each holds half of the classes, and alone is not bad enough to prove anything."""
+EVERY_MIN = 8
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def demo(
+    peers: Annotated[int, typer.Option(help="Daemons, and trainers.")] = 4,
+    kill: Annotated[int, typer.Option(help="Nodes to kill in between: 0 or 1.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")
+    ] = None,
+    max_group: Annotated[
+        int, typer.Option(help="Largest group; fewer than peers makes a grid.")
+    ] = 16,
+    steps: Annotated[int, typer.Option(help="Local steps; 0: enough for the bars.")] = 0,
+    every: Annotated[int, typer.Option(help="Local steps between two averages.")] = EVERY_MIN,
+    pace: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Least time per step, so that a kill falls into it."),
+    ] = 0.08,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Work there, and leave configs, logs and parameters."),
+    ] = None,
+) -> None:
+    """Train one model with several daemons on this machine, kill a node, and prove it worked."""
+    plan = _plan(peers=peers, kill=kill, max_group=max_group, steps=steps, every=every, pace_s=pace)
+    if importlib.util.find_spec("sklearn") is None:
+        raise ConfigError(
+            "the demo's data comes with scikit-learn, which is not installed",
+            expected="pip install 'moshpitd[examples]'",
+        )
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"{json_file}: no such directory", key="--json")
+    out = console()
+    with _signals_raise(), _folder(keep) as folder, _sockets() as sockets:
+        report = _perform(plan, folder, sockets, out)
+    if json_file is not None:
+        _write(json_file, report)
+    raise typer.Exit(0 if report["passed"] else 1)
+
+
+def _perform(plan: Plan, folder: Path, sockets: Path, out: Console) -> dict[str, Any]:
+    """Play it, show what it proved; the report."""
+    from moshpitd.cli.demo_processes import DemoFailed, tail
+    from moshpitd.cli.demo_screen import Screen, checks_table, peers_table
+    from moshpitd.cli.demo_stage import Stage
+    from moshpitd.cli.demo_story import Story
+    from moshpitd.cli.demo_verdict import judge, report
+
+    stories = [Story(plan.steps) for _ in range(plan.peers)]
+    stage = Stage(plan, folder, sockets, stories)
+    screen = Screen(out, stories)
+    try:
+        with screen:
+            played = stage.play(screen)
+        played.seconds = screen.seconds
+    except DemoFailed as failure:
+        for log in failure.logs:
+            screen.tail(log, tail(log))
+        raise
+    finally:
+        stage.end()
+    out.print(peers_table(stories))
+    out.print(checks_table(judge(played)))
+    told = report(played)
+    if not told["passed"]:
+        for node in stage.nodes:
+            for log in node.logs:
+                screen.tail(log, tail(log))
+    verdict = "it worked" if told["passed"] else "it did not work"
+    screen.say(verdict, "bold green" if told["passed"] else "bold red")
+    return told
+
+
+def _plan(*, peers: int, kill: int, max_group: int, steps: int, every: int, pace_s: float) -> Plan:
+    from moshpitd.cli.demo_stage import Plan
+
+    for key, value, low, high in (
+        ("--peers", peers, PEERS_MIN, PEERS_MAX),
+        ("--kill", kill, 0, 1),
+        ("--max-group", max_group, 2, 64),
+        ("--every", every, EVERY_MIN, 10_000),
+        ("--steps", steps, 0, 10_000_000),
+        ("--pace", pace_s, 0, 60),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(f"{value} is out of range", key=key, expected=f"{low}..{high}")
+    sides = _sides(peers, max_group)
+    steps = steps or (STEPS_FLAT if len(sides) == 1 else STEPS_GRID)
+    return Plan(peers, kill, max_group, sides, steps, every, pace_s)
+
+
+def _sides(peers: int, max_group: int) -> tuple[int, ...]:
+    """One group for all, or a full grid: the last average is a sweep, and a line with a gap in it
+    would be shorter than the trainers wait for."""
+    if peers <= max_group:
+        return (peers,)
+    dimensions = 2
+    while max_group**dimensions < peers:
+        dimensions += 1
+    if max_group**dimensions != peers:
+        raise ConfigError(
+            f"{peers} peers do not fill a grid whose lines are {max_group} long",
+            key="--peers",
+            expected=f"at most {max_group}, or a power of it",
+        )
+    return (max_group,) * dimensions
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind as Ctrl-C does, so that nothing is left running."""
+
+    def raise_exit(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    old = {number: signal.signal(number, raise_exit) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Where configs, identities, logs and parameters go."""
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+            old = next(keep.iterdir(), None)
+        except OSError as error:
+            raise ConfigError(f"{keep}: {error.strerror}", key="--keep") from None
+        if old is not None:
+            raise ConfigError(
+                f"{keep} holds {old.name}", key="--keep", expected="an empty or a new directory"
+            )
+        yield keep.absolute()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="moshpitd-demo-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _sockets() -> Iterator[Path]:
+    """A folder with a short name: a Unix socket's path holds 107 bytes, wherever --keep points."""
+    folder = Path(tempfile.mkdtemp(prefix="moshpitd-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {os.strerror(error.errno or 0)}", key="--json") from None
