@@ -201,10 +201,12 @@ class Round:
         for index, lane in enumerate(self.lanes):
             if lane.gone is not None:
                 continue
-            quiet = now - lane.progress_at
-            if lane.owes_parts and lane.muted is None and quiet >= self.params.part_timeout_s:
+            # Written like `deadline`, so that both round alike.
+            muted_at = lane.progress_at + self.params.part_timeout_s
+            gone_at = lane.progress_at + self.params.result_timeout_s
+            if lane.owes_parts and lane.muted is None and now >= muted_at:
                 self._mute(index, Reason.SILENT)
-            if lane.owes_results and quiet >= self.params.result_timeout_s:
+            if lane.owes_results and now >= gone_at:
                 self._exclude(index, Reason.SILENT)
         if now >= self.deadline_at and self.parity_sent_at is None:
             self._expire()
@@ -283,7 +285,7 @@ class Round:
                 self.effects.append(Push(self.group.group_id, to, (event.part,), result=True))
 
     def _on_refused(self, event: PartRefused) -> None:
-        if not 0 <= event.sender < len(self.lanes):
+        if not 0 <= event.sender < len(self.lanes) or event.sender == self.index:
             return
         if event.result:
             if self._open_result(event.part, event.sender):
@@ -312,7 +314,7 @@ class Round:
     def _open_result(self, part: int, sender: int) -> bool:
         return (
             0 <= part < len(self.reducers)
-            and self.reducers[part] == sender
+            and self.reducers[part] == sender != self.index
             and part not in self.contributors
             and part not in self.without
         )

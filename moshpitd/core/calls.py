@@ -168,7 +168,8 @@ class Calls:
         if work.attempt is None:
             work.calls = [call for call in work.calls if call.token != token]
             work.weight = float(sum(call.weight for call in work.calls))
-        else:  # its weight is promised to a leader: the contribution stays, only nobody waits for it
+        else:
+            # Its weight is promised to a leader: the contribution stays, only nobody waits for it.
             work.cancelled[token] = True
         if not work.syncs and all(call.token in work.cancelled for call in work.calls):
             late, work.late = work.late, []

@@ -266,7 +266,7 @@ class CatchUp:
             self._strike(self.donor, Reason.DIGEST, now)
             self._next_donor(Reason.DIGEST, now)
         else:
-            # It has moved on, or is gone: ask the next. If nobody knows, the donor's word has to do.
+            # It moved on, or is gone: ask the next. If nobody knows, the donor's word has to do.
             self.witnesses.pop(0)
             self._ask_witness(now)
 

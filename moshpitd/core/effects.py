@@ -163,7 +163,7 @@ NOTES = {
     "attempt_ended": "matchmaking ended without a group (reason, heard, sentence)",
     "member_excluded": "a member fell out of the running round (peer, reason)",
     "part_without_result": "a part keeps local values (part, reason)",
-    "round_ended": "a round is over (outcome, group_size, parts, averaged, seconds per phase, version)",
+    "round_ended": "a round is over (outcome, sizes, parts, seconds per phase, version)",
     "parity_differs": "a member reports other bits (peer)",
     "peer_heard": "a peer is known that was not (peer)",
     "peer_lost": "a peer is forgotten (peer, reason)",

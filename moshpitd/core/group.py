@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moshpitd.core.messages import Group, Join, Member
-from moshpitd.core.params import Params
-
-MAX_MBPS = 1e9
-"""A petabit per second: no link has it, and load balancing divides by sums of such rates."""
 
 
 def form_group(leader: Join, joins: Sequence[Join], *, nonce: int, codec: str) -> Group:
@@ -38,28 +34,6 @@ def form_group(leader: Join, joins: Sequence[Join], *, nonce: int, codec: str) -
         ),
     )
     return replace(group, group_id=group_id_of(group))
-
-
-def is_sound(group: Group, params: Params) -> bool:
-    """Could an honest leader have written this? (Whether it is about us, the attempt decides.)"""
-    heaviest = params.max_weight * params.max_trainers
-    return (
-        2 <= len(group.members) <= params.max_group
-        and len({member.peer_id for member in group.members}) == len(group.members)
-        and all(0 <= member.weight <= heaviest and member.version >= 0 for member in group.members)
-        and all(0 <= rate <= MAX_MBPS for m in group.members for rate in (m.up_mbps, m.down_mbps))
-        and not outliers(group.members, params)
-        and 1 <= len(group.shape.sides) <= 8
-    )
-
-
-def outliers(members: Sequence[Member], params: Params) -> list[str]:
-    """Members whose weight is so far above the group's median that they would overwrite everybody."""
-    weights = sorted(member.weight for member in members if member.weight > 0)
-    if len(weights) < 3:
-        return []  # of two, nobody can say which one is wrong
-    limit = params.max_weight_ratio * weights[len(weights) // 2]
-    return [member.peer_id for member in members if member.weight > limit]
 
 
 def _member(join: Join) -> Member:

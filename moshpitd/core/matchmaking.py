@@ -14,10 +14,10 @@ with a sentence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from moshpitd.core.candidates import Answer, Candidate, Following
 from moshpitd.core.effects import Effect, Send
-from moshpitd.core.group import form_group, group_id_of, outliers
+from moshpitd.core.group import form_group, group_id_of
 from moshpitd.core.messages import (
     Accepted,
     Begin,
@@ -33,6 +33,13 @@ from moshpitd.core.messages import (
 )
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
+from moshpitd.core.soundness import outliers
+
+OF_AN_INVITE = 0
+"""Attempt number that an Invite carries and its answers echo; those of Joins start at 1."""
+
+OPEN = (Answer.UNASKED, Answer.ASKED, Answer.LATER, Answer.ELSEWHERE)
+"""Answers after which a peer may still lead us."""
 
 ALIVE_S = 1.0
 """A waiting leader repeats Accepted this often, so a dead one is noticed in two of them."""
@@ -40,37 +47,6 @@ ALIVE_S = 1.0
 SLACK_S = 0.25
 """Added to a leader's announced wait before its followers give it up: Begin needs one trip, clocks
 run unevenly."""
-
-
-class Answer(Enum):
-    """What a candidate has said so far."""
-
-    UNASKED = auto()
-    ASKED = auto()
-    LATER = auto()
-    JOINED = auto()
-    DECLINED = auto()
-    ELSEWHERE = auto()  # follows another leader
-    LOST = auto()
-
-
-@dataclass(slots=True)
-class Candidate:
-    record: Record
-    answer: Answer = Answer.UNASKED
-    asked_at: float = 0.0
-    join: Join | None = None
-    reason: Reason | None = None
-    leader: str = ""  # whom it follows, if ELSEWHERE
-    waited_for: bool = True  # False: it made others wait in vain; its Later holds nobody up
-
-
-@dataclass(slots=True)
-class Following:
-    leader: str
-    since: float
-    accepted: bool = False
-    until: float = 0.0
 
 
 @dataclass(slots=True)
@@ -144,18 +120,36 @@ class Attempt:
                 self._on_invite(sender, message, now)
             case Join():
                 self._on_join(sender, message, now)
+            case Leave():
+                self._on_no(sender, Answer.DECLINED, Reason.WITHDRAWN, now)
+            case Accepted() | Declined() | Later() | Redirect() if self._answers(sender, message):
+                self._on_answer(sender, message, now)
+            case _:
+                pass
+
+    def _answers(self, sender: str, message: Accepted | Declined | Later | Redirect) -> bool:
+        """Is this about what we asked last? An answer to an Invite that we followed by a Join, or
+        to a Join of an earlier attempt, would take back something on one side only."""
+        followed = self.following is not None and self.following.leader == sender
+        if message.attempt == OF_AN_INVITE:
+            candidate = self.candidates.get(sender)
+            return not followed and candidate is not None and candidate.answer is not Answer.JOINED
+        if message.attempt != self.number:
+            return False
+        return followed or isinstance(message, Accepted)
+
+    def _on_answer(
+        self, sender: str, message: Accepted | Declined | Later | Redirect, now: float
+    ) -> None:
+        match message:
             case Accepted():
-                self._on_accepted(sender, message, now)
+                self._on_accepted(sender, now)
             case Declined():
                 self._on_no(sender, Answer.DECLINED, message.reason, now)
             case Later():
                 self._on_no(sender, Answer.LATER, Reason.NOT_READY, now)
             case Redirect():
                 self._on_redirect(sender, message.leader, now)
-            case Leave():
-                self._on_no(sender, Answer.DECLINED, Reason.WITHDRAWN, now)
-            case _:
-                pass
 
     def lost(self, peer_id: str, reason: Reason, now: float) -> None:
         """The peer cannot be reached, or says goodbye."""
@@ -189,8 +183,9 @@ class Attempt:
         if self.following is not None:
             self._send(self.following.leader, Leave(self.key, self.number))
         for peer_id, candidate in self.candidates.items():
-            if candidate.answer is Answer.JOINED:
-                self._send(peer_id, Declined(self.key, self.number, reason, self.me))
+            if candidate.answer is Answer.JOINED and candidate.join is not None:
+                no = Declined(self.key, candidate.join.attempt, reason, self.me)
+                self._send(peer_id, no)
         self.ended = reason
 
     def tick(self, now: float) -> None:
@@ -301,14 +296,13 @@ class Attempt:
             if self.following.accepted or self.me.peer_id > sender:
                 return  # our Joins crossed: the lower PeerID leads, and that is the other side
             self.following = None
-        if len(self._joined()) + 1 >= self.params.max_group:
-            self._send(sender, Declined(self.key, message.attempt, Reason.FULL, self.me))
-            self._mark(sender, Answer.DECLINED, Reason.FULL)
-            return
         self.add(message.record, now)
         candidate = self.candidates[sender]
         candidate.answer, candidate.join, candidate.reason = Answer.JOINED, message, None
         self.waiting.pop(sender, None)
+        for other in self.candidates.values():
+            if other.answer is Answer.ELSEWHERE and other.leader == sender:
+                other.answer, other.asked_at = Answer.ASKED, now  # it comes along with its leader
         for follower in message.followers:
             known = self.candidates.get(follower)
             if known is None:
@@ -322,7 +316,7 @@ class Attempt:
         self._send(sender, Accepted(self.key, message.attempt, self._waits(now)))
         self._decide(now)
 
-    def _on_accepted(self, sender: str, message: Accepted, now: float) -> None:
+    def _on_accepted(self, sender: str, now: float) -> None:
         if self.following is None or self.following.leader != sender:
             self._send(sender, Leave(self.key, self.number))
             return
@@ -331,22 +325,19 @@ class Attempt:
         self.following.accepted = True
         self.following.until = min(now + 2 * ALIVE_S + SLACK_S, self.deadline_at)
         for peer_id in self._joined():
-            self._send(peer_id, Redirect(self.key, self.number, sender))
+            join = self.candidates[peer_id].join
+            if join is not None:
+                self._send(peer_id, Redirect(self.key, join.attempt, sender))
             self._follows(peer_id, sender)
 
     def _on_no(self, sender: str, answer: Answer, reason: Reason, now: float) -> None:
         known = self.candidates.get(sender)
         if known is None:
             return
-        if known.answer is Answer.JOINED and answer in (Answer.LATER, Answer.DECLINED):
-            if reason is not Reason.WITHDRAWN:
-                return  # an answer to an older question; only Leave takes a Join back
         self._mark(sender, answer, reason)
         self.waiting.pop(sender, None)
         if self.following is not None and self.following.leader == sender:
-            if self.following.accepted:
-                self._unfollow(now)
-            self.following = None
+            self._unfollow(now)
         self._decide(now)
 
     def _on_redirect(self, sender: str, leader: str, now: float) -> None:
@@ -358,14 +349,16 @@ class Attempt:
             return
         self._follows(sender, leader)
         known = self.candidates.get(leader)
-        if known is not None and known.answer is Answer.LOST:
-            self._mark(sender, Answer.ASKED, None, now)  # it will notice too, and look for others
+        if known is not None and known.answer is Answer.JOINED:
+            self._mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
+        elif known is not None and known.answer is Answer.LOST:
+            self._mark(sender, Answer.LATER, None)  # it will notice too, and look for others
         if followed:
             self.following = None
             if known is not None and known.answer not in (Answer.LOST, Answer.DECLINED):
                 self._join(leader, now)
                 return
-        elif known is not None and known.answer in (Answer.UNASKED, Answer.LATER, Answer.ELSEWHERE):
+        elif known is not None and known.answer in OPEN:
             if leader < self.me.peer_id or not self._joined():
                 self._join(leader, now)
                 return
@@ -455,7 +448,9 @@ class Attempt:
         if candidate.answer is Answer.UNASKED:
             candidate.answer, candidate.asked_at = Answer.ASKED, now
         self.invited[peer_id] = now
-        self._send(peer_id, Invite(self.key, self.number, self.me, max(0.0, self.window_end - now)))
+        self._send(
+            peer_id, Invite(self.key, OF_AN_INVITE, self.me, max(0.0, self.window_end - now))
+        )
 
     def _unfollow(self, now: float) -> None:
         """The leader is lost: those left over have a little time to find each other."""

@@ -27,10 +27,7 @@ class Reason(StrEnum):
     DRAINING = "draining"
     SCHEMA = "schema_differs"
     LINEAGE = "lineage_differs"
-    SHAPE = "shape_differs"
     MOVED = "moved"
-    FULL = "group_full"
-    BEGUN = "already_begun"
     STRIKES = "too_many_strikes"
     REFUSED = "contribution_refused"
     VERSION = "version_out_of_range"
@@ -76,7 +73,8 @@ class Outcome:
     copied back.
 
     `contributors` are the peers inside every part that has a result, in member order;
-    `participants` is their number. `excluded` names every other member with its reason.
+    `participants` is their number. `excluded` names the members missing from a part, and those that
+    left parts they reduced without a result, with the reason.
     """
 
     status: Status

@@ -22,7 +22,6 @@ from moshpitd.core.calls import Calls
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, LookUp, Send
 from moshpitd.core.grid import PEERS_KEY, is_flat
-from moshpitd.core.group import MAX_MBPS, is_sound
 from moshpitd.core.messages import (
     Accepted,
     Begin,
@@ -52,8 +51,9 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
 from moshpitd.core.presence import Presence
+from moshpitd.core.soundness import is_sane, is_sound
 from moshpitd.core.state import State
-from moshpitd.core.swarm import Swarm, same_lineage
+from moshpitd.core.swarm import Swarm, first_difference, same_lineage
 from moshpitd.core.work import Conductor, Work
 
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
@@ -220,7 +220,7 @@ class Peer:
     def _on_message(self, sender: str, message: Message, now: float) -> None:
         record = getattr(message, "record", None)
         if isinstance(record, Record):
-            if record.peer_id != sender or not _sane(record):
+            if record.peer_id != sender or not is_sane(record):
                 self.state.strike(sender, Reason.NOT_MEMBER, now)
                 return
             self._hear(record, now, direct=True)
@@ -345,7 +345,8 @@ class Peer:
                 )
 
     def _left_late(self, current: Round, sender: str, message: Leave, now: float) -> None:
-        """Its Leave crossed our Begin: it will not take part, and the others should know at once."""
+        """Its Leave crossed our Begin: it will not take part, and the others should know at
+        once."""
         group = current.group
         if group.leader != self.state.peer_id or group.key != message.key:
             return
@@ -400,7 +401,7 @@ class Peer:
 
     def _on_found(self, event: ev.Found, now: float) -> None:
         for record in event.records:
-            if record.peer_id != self.state.peer_id and _sane(record):
+            if record.peer_id != self.state.peer_id and is_sane(record):
                 self._hear(record, now, direct=False)
         if event.key == PEERS_KEY:
             self.state.presence.found(now, ok=event.ok)
@@ -496,30 +497,3 @@ class Peer:
             if not self.conductor.step(work, now):
                 break
         self.state.collect(self.state.presence.effects)
-
-
-def first_difference(ours: str, theirs: str) -> str:
-    """The first line in which two schema texts differ, as a sentence."""
-    a, b = ours.split("\n"), theirs.split("\n")
-    for i in range(max(len(a), len(b))):
-        mine = a[i] if i < len(a) else "nothing"
-        other = b[i] if i < len(b) else "nothing"
-        if mine != other:
-            return f"tensor {i}: ours is {mine}, theirs {other}"
-    return "the schemas differ beyond the first lines that a record can carry"
-
-
-def _sane(record: Record) -> bool:
-    """Types are checked on the wire; this checks what the fields mean."""
-    return (
-        0 < len(record.shape.sides) == len(record.coordinates) <= 8
-        and all(
-            0 <= c < side for c, side in zip(record.coordinates, record.shape.sides, strict=True)
-        )
-        and 0 <= record.version < 1 << 62
-        and 0 <= record.round < 1 << 62
-        and 0 <= record.shape.epoch < 1 << 31
-        and 0 <= record.up_mbps <= MAX_MBPS
-        and 0 <= record.down_mbps <= MAX_MBPS
-        and len(record.schema) <= 32
-    )

@@ -73,7 +73,7 @@ class Presence:
     def tick(self, now: float) -> None:
         if not self.present:
             return
-        if self.asked_at is not None and now - self.asked_at >= 4 * self.params.answer_timeout_s:
+        if self.asked_at is not None and now >= self.asked_at + 4 * self.params.answer_timeout_s:
             self.asked_at = None  # the directory never answered; it may later, which does no harm
         if now >= self._announce_at():
             self._announce(now)

@@ -172,3 +172,14 @@ def same_lineage(a: Lineage, b: Lineage) -> bool:
 def upper_median(values: list[int]) -> int:
     """The middle value; of an even number the upper one."""
     return sorted(values)[len(values) // 2]
+
+
+def first_difference(ours: str, theirs: str) -> str:
+    """The first line in which two schema texts differ, as a sentence."""
+    a, b = ours.split("\n"), theirs.split("\n")
+    for i in range(max(len(a), len(b))):
+        mine = a[i] if i < len(a) else "nothing"
+        other = b[i] if i < len(b) else "nothing"
+        if mine != other:
+            return f"tensor {i}: ours is {mine}, theirs {other}"
+    return "the schemas differ beyond the first lines that a record can carry"

@@ -1,4 +1,5 @@
-"""What a round came to. One rule: a pure function of who is in which part, and of what kept the others out."""
+"""What a round came to. One rule: a pure function of who is in which part, and of what kept the
+others out."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Work:
     catch_up: CatchUp | None = None
     attempt: Attempt | None = None
     round: Round | None = None
-    rounds_left: int = 1
+    rounds_left: int = 0  # 0 until the first attempt knows the grid
     rounds_done: int = 0
     weight: float = 0.0
     catch_ups: int = 0
@@ -147,13 +147,6 @@ class Conductor:
         work.calls = [
             replace(c, weight=0) if self.state.trainers.get(c.trainer) else c for c in work.calls
         ]
-        rounds = max((call.rounds for call in work.calls), default=1)
-        self.state.place.prepare(self.state.swarm, self.state.record.schema, self.state.rng, now)
-        work.rounds_left = (
-            len(self.state.place.shape.sides)
-            if any(c.rounds == 0 for c in work.calls)
-            else max(1, rounds)
-        )
         work.weight = float(sum(call.weight for call in work.calls))
         work.version_before = self.state.version
         if not self.state.caught_up or stale or self.state.behind():
@@ -231,6 +224,9 @@ class Conductor:
         for shape in self.state.place.changes:
             self.state.note("shape_adopted", epoch=shape.epoch, sides=list(shape.sides))
         self.state.place.changes.clear()
+        if not work.rounds_left:
+            asked = [call.rounds for call in work.calls]
+            work.rounds_left = max(asked) if all(asked) else len(self.state.place.shape.sides)
         record = self.state.presence.update(
             round=self.state.place.round,
             coordinates=self.state.place.coordinates,

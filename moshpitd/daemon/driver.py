@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from moshpitd.core.effects import Announce, Effect, Finish, LookUp, Note, Send
 from moshpitd.core.events import (
@@ -27,6 +28,8 @@ from moshpitd.core.peer import Peer
 from moshpitd.errors import MoshpitError
 
 log = logging.getLogger(__name__)
+
+Work: TypeAlias = Callable[[], Awaitable[None]]
 
 WAITING_PER_PEER = 256
 """Messages that wait for one destination. A round sends a handful; a peer that takes none for so
@@ -186,9 +189,9 @@ class Driver:
             case Send():
                 self._send(effect.to, effect.message)
             case Announce():
-                self._spawn(self._announce(effect))
+                self._spawn(partial(self._announce, effect))
             case LookUp():
-                self._spawn(self._look_up(effect.key))
+                self._spawn(partial(self._look_up, effect.key))
             case Note():
                 self._outside.noted(self.run, effect)
             case Finish():
@@ -203,7 +206,7 @@ class Driver:
         queue = self._outgoing.get(to)
         if queue is None:
             self._outgoing[to] = deque([message])
-            self._spawn(self._send_all(to), name=SENDING)
+            self._spawn(partial(self._send_all, to), name=SENDING)
         elif len(queue) < WAITING_PER_PEER:
             queue.append(message)
         else:
@@ -246,14 +249,16 @@ class Driver:
         found = tuple(record for record in records or () if record.peer_id != own)
         self.handle(Found(key, found, ok=records is not None))
 
-    def _spawn(self, work: Coroutine[Any, Any, None], *, name: str | None = None) -> None:
+    def _spawn(self, work: Work, *, name: str | None = None) -> None:
         task = self._loop.create_task(self._guarded(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Work) -> None:
+        # A function, because a task may be cancelled before it begins, and a coroutine that nobody
+        # ever awaited is a warning.
         try:
-            await work
+            await work()
         except Exception as error:
             log.exception("run %s: a task of the driver failed", self.run)
             self._outside.failed(error)

@@ -32,6 +32,7 @@ from moshpitd.net.p2pd import P2pdOptions
 log = logging.getLogger(__name__)
 
 MAX_CONTROL_ADDRESSES = 16  # what a record carries
+CLOCK_WARN_S = 3.0  # less disturbs nothing
 WANT_AN_ANSWER = (Hello, Invite, Join, SnapshotRequest)
 
 
@@ -177,6 +178,19 @@ class Network:
     def swarm_peers(self) -> int:
         """In the routing table, with us."""
         return self._control.table_size + 1
+
+    def link_bytes(self) -> tuple[int, int]:
+        """(sent, received) on the links that are up."""
+        stats = self._links.stats()
+        return sum(one.bytes_out for one in stats), sum(one.bytes_in for one in stats)
+
+    def warnings(self) -> list[str]:
+        """What an operator should set right."""
+        offset_s = self._control.clock_offset_s
+        if abs(offset_s) < CLOCK_WARN_S:
+            return []
+        side = "behind" if offset_s > 0 else "ahead of"
+        return [f"this host's clock is {abs(offset_s):.0f} s {side} the swarm's"]
 
     def control_addresses(self) -> list[str]:
         """Multiaddrs with our PeerID."""

@@ -20,6 +20,7 @@ from typing import Any
 from moshpitd.core.effects import Effect, Note
 from moshpitd.core.events import Drained, Event
 from moshpitd.core.messages import Message, Record
+from moshpitd.core.outcome import Status
 from moshpitd.core.peer import Peer
 from moshpitd.daemon.addresses import join_string
 from moshpitd.daemon.api import ApiServer
@@ -47,6 +48,7 @@ MAX_RUNS = 64
 """Runs of one node: a peer each, and a copy of the last result, as large as its parameters."""
 THREADS = 4  # for what blocks: digests, checks and file systems; more gain little, memory is slow
 LOOK_AROUND_S = 1.0
+_WITH_RESULTS = (Status.COMPLETE, Status.PARTIAL)
 FAREWELL_S = 0.5
 """How long the last messages may take: a peer that hears Goodbye need not wait for us."""
 
@@ -76,6 +78,7 @@ class Node:
         self._fault: BaseException | None = None
         self._started_at = time.monotonic()
         self._bytes = (0, 0)
+        self._links_at = (time.monotonic(), 0, 0)
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -274,6 +277,9 @@ class Node:
             sent, received = line.bytes_sent, line.bytes_received
             self._bytes = (self._bytes[0] + sent, self._bytes[1] + received)
             self.metrics.add_bytes(run, sent=sent, received=received, kind="part")
+            if current is not None and current.layout is not None and line.status in _WITH_RESULTS:
+                parts = line.groups * len(current.layout.parts) - line.parts_without_result
+                self.metrics.add_parts(run, "averaged", parts)
 
     def _post(self, run: str, event: Event) -> None:
         """From any thread."""
@@ -326,7 +332,7 @@ class Node:
                 for address, state in (network.bootstrap() if network is not None else ())
             ],
             "runs": [run_view(run) for run in self.runs.values()],
-            "warnings": list(self.warnings),
+            "warnings": self.warnings + (network.warnings() if network is not None else []),
             "link_address": links[0] if links else "",
             "bytes_sent": self._bytes[0],
             "bytes_received": self._bytes[1],
@@ -354,6 +360,7 @@ class Node:
         while True:
             await asyncio.sleep(LOOK_AROUND_S)
             self.metrics.set_joined(self.joined)
+            self._rate_links()
             now = self._live().addressed()
             for run in self.runs.values():
                 if now != addressed:
@@ -367,6 +374,17 @@ class Node:
                 lag = max(0, median - peer.version)
                 self.metrics.set_version(run.name, peer.version, lag=lag)
             addressed = now
+
+    def _rate_links(self) -> None:
+        """Bytes per second since the last time; an idle link says nothing about its rate."""
+        now, (sent, received) = time.monotonic(), self._live().link_bytes()
+        then, sent_then, received_then = self._links_at
+        self._links_at = (now, sent, received)
+        if sent + received > sent_then + received_then and now > then:
+            self.metrics.set_link_rates(
+                sent=max(0, sent - sent_then) / (now - then),
+                received=max(0, received - received_then) / (now - then),
+            )
 
 
 def _software() -> str:

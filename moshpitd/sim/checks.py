@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,19 +46,26 @@ class Violation(MoshpitError):
         super().__init__(f"seed {options.seed} at {at:.6f} s: {what}\n{options}\n{transcript}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    node: Node
+    since: float
+
+
 class Checks:
     """Invariant: it holds no reference that a Peer could change."""
 
     def __init__(self, options: Options, now: Callable[[], float]) -> None:
         self._options, self._now = options, now
-        self._calls: dict[str, tuple[float, Node]] = {}
+        self._calls: dict[str, _Call] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._abandoned: dict[str, None] = {}
         self._groups: dict[bytes, Group] = {}
         self._reducers: dict[bytes, tuple[int, ...]] = {}
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
         self._results: dict[bytes, dict[int, list[tuple[int, Payload]]]] = {}
-        self._recent: dict[str, dict[bytes, dict[int, Payload]]] = {}  # peer -> its last rounds
+        # peer -> its last rounds: when it said Parity, and what stood in its bucket.
+        self._recent: dict[str, dict[bytes, tuple[float, dict[int, Payload]]]] = {}
 
     def fail(self, what: str, *nodes: Node, cause: Exception | None = None) -> NoReturn:
         who = ", ".join(node.peer_id for node in nodes)
@@ -77,7 +84,7 @@ class Checks:
         data plane and then the others' last messages one parity timeout each.
         """
         deadline = self._now() + timeout_s + 2.0 * self._options.params.parity_timeout_s + SLACK_S
-        self._calls[token] = (deadline, node)
+        self._calls[token] = _Call(node, self._now())
         heapq.heappush(self._deadlines, (deadline, token))
         return deadline
 
@@ -90,9 +97,8 @@ class Checks:
         while self._deadlines and self._deadlines[0][0] < self._now():
             deadline, token = heapq.heappop(self._deadlines)
             if token in self._calls:
-                self.fail(
-                    f"did not finish {token} by its deadline {deadline:.3f}", self._calls[token][1]
-                )
+                node = self._calls[token].node
+                self.fail(f"did not finish {token} by its deadline {deadline:.3f}", node)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -116,7 +122,8 @@ class Checks:
                 round_.returned.add(effect.trainer)
         if effect.token in self._abandoned:
             return
-        if self._calls.pop(effect.token, None) is None:
+        call = self._calls.pop(effect.token, None)
+        if call is None:
             self.fail(f"finishes {effect.token}, which is not an open call", node)
         trainer = node.trainer(effect.trainer)
         if trainer is None:
@@ -127,50 +134,49 @@ class Checks:
             self.fail("fails without a reason", node)
         if outcome.status is Status.ALONE and outcome.group_size != 1:
             self.fail(f"is alone in a group of {outcome.group_size}", node)
-        if outcome.status in (Status.COMPLETE, Status.PARTIAL) and outcome.group_id:
-            self._judge(node, outcome)
+        self._judge(node, outcome, call.since)
 
-    def _judge(self, node: Node, outcome: Outcome) -> None:
-        """The outcome against what really happened in its round (of a sweep: the worst of its last
-        rounds)."""
-        results = self._recent.get(node.peer_id, {}).get(outcome.group_id)
+    def _judge(self, node: Node, outcome: Outcome, since: float) -> None:
+        """The outcome of a call that began at `since` against the rounds that it really had.
+
+        A sweep reports the worst of its rounds. The version counts what is in the bucket, so it
+        follows from the last round that put something there.
+        """
+        rounds = self._recent.get(node.peer_id, {})
+        filled = [key for key, (at, results) in rounds.items() if at >= since and results]
+        if outcome.accepted and filled:
+            due = 1 + max(member.version for member in self._groups[filled[-1]].members)
+            if outcome.version != due:
+                self.fail(f"ends at version {outcome.version}, its last round was {due}", node)
+        if outcome.status not in (Status.COMPLETE, Status.PARTIAL) or not outcome.group_id:
+            return
+        _, results = rounds.get(outcome.group_id, (0.0, {}))
+        if not results and outcome.status is Status.PARTIAL and not outcome.participants:
+            return  # a later round of a sweep came to nothing
         group = self._groups.get(outcome.group_id)
-        if group is None or results is None:
-            self.fail("reports a round that it did not close lately", node)
-        parts = range(self._options.parts)
+        if group is None or outcome.group_id not in rounds:
+            self.fail("reports a round that it did not have lately", node)
         without = outcome.parts_without_result
         present = [part for part in without if part in results]
         if present:
             self.fail(f"has results in place for parts {present}, which it reports without", node)
-        missing = [part for part in parts if part not in results and part not in without]
+        parts = [part for part in range(self._options.parts) if part not in without]
+        missing = [part for part in parts if part not in results]
         if missing:
             self.fail(f"claims results for parts {missing} that never arrived", node)
         inside = [
             member.peer_id
             for index, member in enumerate(group.members)
-            if all(
-                index in results[part].contributors
-                for part in parts
-                if part in results and part not in without
-            )
+            if all(index in results[part].contributors for part in parts)
         ]
-        if not set(outcome.contributors) <= set(inside):
-            self.fail(
-                f"reports contributors {outcome.contributors}, in every part are {inside}", node
-            )
-        if outcome.participants != len(outcome.contributors):
-            self.fail(f"counts {outcome.participants} of {outcome.contributors}", node)
-        if outcome.status is Status.COMPLETE:
-            due = [member.peer_id for member in group.members if member.weight > 0.0]
-            if without or not set(due) <= set(outcome.contributors):
-                self.fail(
-                    f"calls it complete with {outcome.contributors} of {due}, without {without}",
-                    node,
-                )
-        if self._options.rounds == 1 and outcome.version != 1 + max(
-            m.version for m in group.members
-        ):
-            self.fail(f"ends at version {outcome.version}, not one past the largest in Begin", node)
+        counted = outcome.contributors
+        if not set(counted) <= set(inside):
+            self.fail(f"reports contributors {counted}, in every part are {inside}", node)
+        if outcome.participants != len(counted):
+            self.fail(f"counts {outcome.participants} of {counted}", node)
+        expected = [member.peer_id for member in group.members if member.weight > 0.0]
+        if outcome.status is Status.COMPLETE and (without or not set(expected) <= set(counted)):
+            self.fail(f"calls it complete with {counted} of {expected}, without {without}", node)
 
     # -- rounds ------------------------------------------------------------------------------------
 
@@ -231,7 +237,7 @@ class Checks:
             return
         round_.settled = True
         recent = self._recent.setdefault(node.peer_id, {})
-        recent[round_.group.group_id] = round_.results
+        recent[round_.group.group_id] = (self._now(), round_.results)
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
         seen = self._results.setdefault(round_.group.group_id, {})

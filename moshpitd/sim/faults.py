@@ -125,6 +125,8 @@ def draw(seed: int, *, peers: int = 50, max_group: int | None = None) -> Options
         name: pick(stream(seed, "option", name)) for name, pick in DRAWN.items()
     }
     options = replace(Options(seed=seed, peers=peers, faults_s=60.0), **chosen)
+    if options.rounds == 0:  # a sweep waits for up to one window per side of the grid
+        options = replace(options, call_timeout_s=max(options.call_timeout_s, 30.0))
     group = max_group or stream(seed, "option", "max_group").choice((8, 16))
     return replace(options, params=replace(Params(), max_group=group))
 

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,26 @@ async def test_trainers_train_alone_until_the_bootstrap_peer_appears() -> None:
                 results = await average(swarm, [early, late])
                 assert [one.participants for one in results if one.group_size == 2], str(results)
                 assert same_bits([mine, other])
+
+
+@pytest.mark.parametrize("seed_starts", ["first", "last"])
+async def test_five_that_start_together_find_each_other(seed_starts: str) -> None:
+    port = free_port()
+    async with LocalSwarm(0) as swarm:
+        listen = {"network__listen": [f"/ip4/127.0.0.1/tcp/{port}"], "network__bootstrap": []}
+        seed = await swarm.add(**listen)
+        address = seed.status()["addresses"][0]
+        await swarm.stop_node(0)
+        starts = [partial(swarm.start, 0, **listen)]
+        starts += [partial(swarm.add, network__bootstrap=[address]) for _ in range(4)]
+        if seed_starts == "last":
+            starts.append(starts.pop(0))
+        began = []
+        for start in starts:
+            began.append(asyncio.create_task(start()))
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*began)
+        await swarm.together(30.0)
 
 
 async def test_every_page_of_a_node_answers() -> None:

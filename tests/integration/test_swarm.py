@@ -12,6 +12,7 @@ import pytest_asyncio
 import torch
 
 from moshpitd.client import PartialAverage, Progress, TrainerError, attach
+from moshpitd.tensors.codecs import RawCodec
 from moshpitd.testing import LocalSwarm
 from tests.kit.swarm import Tensors, average, same_bits, trainers, until
 
@@ -242,6 +243,34 @@ async def test_too_few_participants_is_the_callers_choice(swarm: LocalSwarm, run
         )
         raised = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(error, PartialAverage) for error in raised), raised
+
+
+async def test_a_codec_that_raises_is_never_a_plain_success(
+    swarm: LocalSwarm, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = RawCodec.encode
+    last_bytes = 4 * (700_000 - 2 * 262_144)
+
+    def failing(self: RawCodec, values: torch.Tensor, out: torch.Tensor) -> int:
+        if values.numel() * values.element_size() == last_bytes:
+            raise RuntimeError("out of order")
+        return sound(self, values, out)
+
+    tensors = [numbers(i, 700_000) for i in range(2)]
+    async with trainers(swarm, run, tensors) as sessions:
+        await fill(tensors, [numbers(0, 700_000), numbers(1, 700_000)])
+        monkeypatch.setattr(RawCodec, "encode", failing)
+        results = await average(swarm, sessions)
+        for i, (own, result) in enumerate(zip(tensors, results, strict=True)):
+            assert (result.status, result.reason) == ("partial", "codec_failed"), str(result)
+            assert result.parts_without_result == (2,)
+            assert "out of order" in result.detail or "no result: 2" in result.detail
+            kept = numbers(i, 700_000)["w"][2 * 262_144 :]
+            assert torch.equal(own["w"][2 * 262_144 :], kept)
+        assert torch.equal(tensors[0]["w"][: 2 * 262_144], tensors[1]["w"][: 2 * 262_144])
+        monkeypatch.undo()
+        results = await average(swarm, sessions)
+        assert [result.status for result in results] == ["complete"] * 2, str(results)
 
 
 async def test_progress_is_told_while_a_peer_is_waited_for(swarm: LocalSwarm, run: str) -> None:

@@ -306,7 +306,7 @@ class Repeater(Static):
         (Reshuffler, "assigns other reducers"),
         (Hasty, r"claims results for parts \[[01]\] that never arrived"),
         (Boaster, "reports contributors"),
-        (Leaper, "not one past the largest in Begin"),
+        (Leaper, "its last round was"),
         (Repeater, "averages part . twice"),
     ],
 )

@@ -208,6 +208,7 @@ class Storm:
         for index, name in enumerate(self.hands.nodes):
             self.hands.attach(name, [0.0 if same else float(index)] * 4)
         self.liar = Liar(self.hands, self.rng)
+        self.drained: set[str] = set()
         self.lying = self.rng.choice([0.0, 0.2, 0.6])
         self.losing = self.rng.choice([0.0, 0.0, 0.05, 0.3])
         self.hands.drop = lambda sender, to, what: self.rng.random() < self.losing
@@ -234,7 +235,7 @@ class Storm:
         dice = rng.random()
         if dice < 0.35:
             busy = any(hands.calls[token][0] == name for token in hands.open_calls())
-            if "t" in hands.nodes[name].values and not busy:
+            if "t" in hands.nodes[name].values and not busy and name not in self.drained:
                 hands.contribute(
                     name,
                     weight=rng.choice([0, 1, 1, 5, 1 << 32]),
@@ -252,6 +253,7 @@ class Storm:
         elif dice < 0.503 and len(alive) > 1:
             hands.kill(name)
         elif dice < 0.504:
+            self.drained.add(name)
             hands.tell(name, ev.Drained())
         elif dice < 0.80:
             hands.run(until_s=hands.now + rng.choice([0.1, 1.0, 4.0, 15.0]))

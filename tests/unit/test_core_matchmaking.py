@@ -77,11 +77,6 @@ def test_all_ready_at_once_are_one_group_at_once(count: int) -> None:
     assert all(hands.value(name) == pytest.approx(mean) for name in hands.nodes)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="2 % of the orders: a Later to an earlier Invite takes a Join back on one side only "
-    "(phantom member), and ELSEWHERE outlives the leader that it points to (both end alone)",
-)
 def test_in_whatever_order_messages_arrive_two_live_peers_do_not_both_end_alone() -> None:
     wrong = []
     for seed in range(300):
@@ -253,11 +248,6 @@ def test_a_peer_whose_contribution_was_refused_is_not_waited_for() -> None:
 # -- somebody goes
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="S21: LinkLost is ignored while matching, and peers that follow the dead leader are "
-    "not waited for (ELSEWHERE), so everybody ends alone",
-)
 def test_the_leader_dies_before_begin_and_the_others_are_grouped_within_ten_seconds() -> None:
     for seed in range(12):
         hands = ready(4, seed=seed, shuffle=True)
@@ -477,7 +467,7 @@ def test_a_record_of_somebody_else_is_a_strike_for_who_sent_it() -> None:
     assert [(n, note.peer) for n, note in hands.named("strike")] == [("p00", "p02")]
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 2.0**33])
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 2.0**40])
 def test_a_join_with_an_impossible_weight_is_declined_with_a_strike(weight: float) -> None:
     hands = ready(2)
     record = hands.nodes["p01"].peer.record
@@ -629,18 +619,19 @@ def test_a_begin_under_a_wrong_id_is_not_entered() -> None:
     assert not hands.nodes["p01"].opened
 
 
-# -- found by these tests: to be mended in the core
+# -- found by these tests
 
 
 BAD_SHAPES = [
     Shape(1, ()),
     Shape(1, (2, 2)),
     Shape(1, (1 << 40, 1)),
+    Shape(1, (0,)),
+    Shape(-1, (1,)),
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="Begin's shape is not checked: handle raises in rekey")
-@pytest.mark.parametrize("shape", BAD_SHAPES[:2], ids=str)
+@pytest.mark.parametrize("shape", BAD_SHAPES, ids=str)
 def test_a_begin_with_a_shape_that_is_not_ours_does_not_raise(shape: Shape) -> None:
     hands = ready(2)
     forge_begin(hands, "p00", "p01", shape=shape, round=1)
@@ -657,7 +648,6 @@ def test_a_begin_with_another_flat_shape_leaves_our_record_sane() -> None:
     assert all(c < side for c, side in zip(record.coordinates, record.shape.sides, strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="versions and round of a Begin are believed without bound")
 @pytest.mark.parametrize("what", ["version", "round"])
 def test_a_lying_leader_cannot_lift_our_version_or_round_without_bound(what: str) -> None:
     hands = ready(2)
@@ -733,7 +723,6 @@ def test_a_weight_far_above_the_groups_median_is_refused() -> None:
     assert Reason.WEIGHT in hands.reasons()
 
 
-@pytest.mark.xfail(strict=True, reason="a stranger's Begin makes us write to whom it names")
 def test_a_begin_in_which_we_are_not_named_is_not_answered_to_everybody_in_it() -> None:
     hands = ready(3)
     hands.start(2)

@@ -479,7 +479,7 @@ def test_the_size_of_the_trainers_state_is_offered() -> None:
     assert {m.state_bytes for m in hands.said(SnapshotOffer)} == {1234}  # type: ignore[union-attr]
 
 
-# -- found by these tests: to be mended in the core
+# -- found by these tests
 
 
 @pytest.mark.parametrize("version", [-3, 10**12])
@@ -505,11 +505,6 @@ def test_an_offer_of_another_lineage_is_refused() -> None:
     assert hands.nodes[name].peer.lineage.digest != b"x"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the liar chooses its own witnesses: with none named its word is taken, although "
-    "others of that version could be asked",
-)
 def test_a_liar_that_names_no_witness_is_not_believed_while_others_could_be_asked() -> None:
     hands = trained(4)
     hands.nodes["p00"].snapshot = (2, [666.0] * PARTS)

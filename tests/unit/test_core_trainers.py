@@ -384,7 +384,7 @@ def test_a_call_that_times_out_while_matching_has_failed() -> None:
     assert hands.ended_at[token] == pytest.approx(hands.calls[token][2])
 
 
-# -- found by these tests: to be mended in the core
+# -- found by these tests
 
 
 def test_a_queued_call_ends_by_its_own_timeout() -> None:
@@ -476,11 +476,6 @@ def test_a_cancel_does_not_fail_another_trainers_late_call() -> None:
     assert hands.outcomes[late].reason is not Reason.WITHDRAWN
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="of two callers on one node one takes a partial result and one skips it: their states "
-    "differ under one version, and the one that skipped is not marked stale",
-)
 def test_a_trainer_that_skips_what_its_neighbour_takes_has_to_load_before_it_contributes() -> None:
     hands = node(2)
     hands.push_fault = {("p01", part): Reason.CODEC for part in range(PARTS)}

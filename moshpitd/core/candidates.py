@@ -1,0 +1,41 @@
+"""Those whom an attempt may meet, and what they have said so far. One rule: state only;
+`matchmaking` decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from moshpitd.core.messages import Join, Record
+from moshpitd.core.outcome import Reason
+
+
+class Answer(Enum):
+    """What a candidate has said so far."""
+
+    UNASKED = auto()
+    ASKED = auto()
+    LATER = auto()
+    JOINED = auto()
+    DECLINED = auto()
+    ELSEWHERE = auto()  # follows another leader
+    LOST = auto()
+
+
+@dataclass(slots=True)
+class Candidate:
+    record: Record
+    answer: Answer = Answer.UNASKED
+    asked_at: float = 0.0
+    join: Join | None = None
+    reason: Reason | None = None
+    leader: str = ""  # whom it follows, if ELSEWHERE
+    waited_for: bool = True  # False: it made others wait in vain; its Later holds nobody up
+
+
+@dataclass(slots=True)
+class Following:
+    leader: str
+    since: float
+    accepted: bool = False
+    until: float = 0.0

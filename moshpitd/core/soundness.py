@@ -1,0 +1,51 @@
+"""Could an honest peer have said this? Types are checked on the wire, meanings here. One rule: what
+is not sound is not believed in part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moshpitd.core.messages import Group, Member, Record
+from moshpitd.core.params import Params
+
+MAX_MBPS = 1e9
+"""A petabit per second: no link has it, and load balancing divides by sums of such rates."""
+
+
+def is_sane(record: Record) -> bool:
+    """Types are checked on the wire; this checks what the fields mean."""
+    return (
+        0 < len(record.shape.sides) == len(record.coordinates) <= 8
+        and all(
+            0 <= c < side for c, side in zip(record.coordinates, record.shape.sides, strict=True)
+        )
+        and 0 <= record.version < 1 << 62
+        and 0 <= record.round < 1 << 62
+        and 0 <= record.shape.epoch < 1 << 31
+        and 0 <= record.up_mbps <= MAX_MBPS
+        and 0 <= record.down_mbps <= MAX_MBPS
+        and len(record.schema) <= 32
+    )
+
+
+def is_sound(group: Group, params: Params) -> bool:
+    """Could an honest leader have written this? (Whether it is about us, the attempt decides.)"""
+    heaviest = params.max_weight * params.max_trainers
+    return (
+        2 <= len(group.members) <= params.max_group
+        and len({member.peer_id for member in group.members}) == len(group.members)
+        and all(0 <= member.weight <= heaviest and member.version >= 0 for member in group.members)
+        and all(0 <= rate <= MAX_MBPS for m in group.members for rate in (m.up_mbps, m.down_mbps))
+        and not outliers(group.members, params)
+        and 1 <= len(group.shape.sides) <= 8
+    )
+
+
+def outliers(members: Sequence[Member], params: Params) -> list[str]:
+    """Members whose weight is so far above the group's median that they would overwrite
+    everybody."""
+    weights = sorted(member.weight for member in members if member.weight > 0)
+    if len(weights) < 3:
+        return []  # of two, nobody can say which one is wrong
+    limit = params.max_weight_ratio * weights[len(weights) // 2]
+    return [member.peer_id for member in members if member.weight > limit]
