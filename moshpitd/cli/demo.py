@@ -26,11 +26,12 @@ from moshpitd.errors import ConfigError
 if TYPE_CHECKING:
     from moshpitd.cli.demo_stage import Plan
 
-STEPS_FLAT, STEPS_GRID = 480, 960
-"""A round of a grid mixes one line of it, so the same accuracy takes about twice the rounds."""
+STEPS = 640
+"""80 averages, of which the killed node misses 15 to 25. Accuracy then is 0.967 to 0.981 over ten
+seeds without daemons; 480 steps reach the bars as well, with less to spare."""
 PEERS_MIN, PEERS_MAX = 3, 64
 """Of two shards each holds half of the classes, and alone is not bad enough to prove anything."""
-EVERY_MIN = 8
+EVERY_MIN, ROUNDS_MIN = 8, 20
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,7 +44,7 @@ def demo(
     max_group: Annotated[
         int, typer.Option(help="Largest group; fewer than peers makes a grid.")
     ] = 16,
-    steps: Annotated[int, typer.Option(help="Local steps; 0: enough for the bars.")] = 0,
+    steps: Annotated[int, typer.Option(help="Local steps of each trainer.")] = STEPS,
     every: Annotated[int, typer.Option(help="Local steps between two averages.")] = EVERY_MIN,
     pace: Annotated[
         float,
@@ -97,8 +98,7 @@ def _perform(plan: Plan, folder: Path, sockets: Path, out: Console) -> dict[str,
     told = report(played)
     if not told["passed"]:
         for node in stage.nodes:
-            for log in node.logs:
-                screen.tail(log, tail(log))
+            screen.tail(node.logs[0], tail(node.logs[0], only=("WARNING", "ERROR")))
     verdict = "it worked" if told["passed"] else "it did not work"
     screen.say(verdict, "bold green" if told["passed"] else "bold red")
     return told
@@ -112,13 +112,12 @@ def _plan(*, peers: int, kill: int, max_group: int, steps: int, every: int, pace
         ("--kill", kill, 0, 1),
         ("--max-group", max_group, 2, 64),
         ("--every", every, EVERY_MIN, 10_000),
-        ("--steps", steps, 0, 10_000_000),
+        ("--steps", steps, ROUNDS_MIN * every, 10_000_000),
         ("--pace", pace_s, 0, 60),
     ):
         if not low <= value <= high:
             raise ConfigError(f"{value} is out of range", key=key, expected=f"{low}..{high}")
     sides = _sides(peers, max_group)
-    steps = steps or (STEPS_FLAT if len(sides) == 1 else STEPS_GRID)
     return Plan(peers, kill, max_group, sides, steps, every, pace_s)
 
 

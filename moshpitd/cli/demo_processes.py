@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -255,10 +256,11 @@ def exit_words(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def tail(log: Path) -> list[str]:
-    """The last lines of a log, for people."""
+def tail(log: Path, only: Sequence[str] = ()) -> list[str]:
+    """The last lines of a log, for people; with `only` those that hold one of these words."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         return [f"cannot be read: {error.strerror}"]
-    return text.splitlines()[-LOG_TAIL:]
+    lines = [line for line in text.splitlines() if not only or any(word in line for word in only)]
+    return lines[-LOG_TAIL:]

@@ -31,6 +31,7 @@ class Screen:
         self._began = time.monotonic()
         self.waiting = ""
         self._said_at = 0.0
+        self._said: dict[int, str] = {}
         self._live: Live | None = None
 
     def __enter__(self) -> Screen:
@@ -71,11 +72,14 @@ class Screen:
         elif self.seconds - self._said_at >= LINE_EVERY_S:
             self._said_at = self.seconds
             for index, story in enumerate(self._stories):
-                self.say(f"peer {index}: {_sentence(story)}")
+                words = f"peer {index}: {_sentence(story)}"
+                if words != self._said.get(index) and story.rounds:
+                    self._said[index] = words
+                    self.say(words)
 
     def tail(self, log: Path, lines: Sequence[str]) -> None:
         """The end of a log that may tell why it failed."""
-        self._console.print(text(f"\n--- the end of {log}", "bold"))
+        self._console.print(text(f"--- {log}", "bold"))
         for line in lines:
             self._console.print(text(line), soft_wrap=True)
 

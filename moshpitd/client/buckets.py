@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,10 +63,14 @@ class Bucket:
             self._write(self._generation + 1)
         return self._generation
 
-    def copy_to(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite the tensors in place. Parts without a result hold the local values already."""
+    def copy_to(self, tensors: Sequence[Tensor], *, skip: Iterable[int] = ()) -> None:
+        """Overwrite the tensors in place, but for the parts `skip`.
+
+        Parts without a result are skipped although they hold local values: a result that its
+        reducer was given up for may still land there, and what is held must be what was reported.
+        """
         with torch.no_grad():
-            self.layout.scatter(self.data, tensors)
+            self.layout.scatter(self.data, tensors, skip_parts=frozenset(skip))
 
     def add_to(self, tensors: Sequence[Tensor]) -> None:
         """Add a delta (`average - contribution`, 0 where there is no result) to the tensors in

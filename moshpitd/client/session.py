@@ -300,7 +300,10 @@ class Session:
             if result.delta:
                 bucket.add_to(tensors)
             else:
-                bucket.copy_to(tensors)
+                # A loaded snapshot fills every part, whatever the round after it came to.
+                bucket.copy_to(
+                    tensors, skip=() if result.loaded_snapshot else result.parts_without_result
+                )
         # A sync that loaded nothing found the trainer current: that is an answer about it as well.
         current = result.status == "complete" and result.rounds == 0
         if result.applied or result.status == "alone" or current:

@@ -32,8 +32,6 @@ class RoundLine:
     bytes_sent: int
     bytes_received: int
     excluded: tuple[tuple[str, str], ...]
-    groups: int  # rounds of this call that had a group
-    parts_without_result: int  # in all of them
     group_id: bytes
     ended_at: float
 
@@ -49,7 +47,6 @@ class History:
     lines: deque[RoundLine] = field(default_factory=lambda: deque(maxlen=KEPT))
     outcomes: Counter[str] = field(default_factory=Counter)
     _round: int = 0
-    _without: int = 0
     _groups: list[bytes] = field(default_factory=list)
     _excluded: dict[str, str] = field(default_factory=dict)
     _bytes: OrderedDict[bytes, tuple[int, int]] = field(default_factory=OrderedDict)
@@ -63,8 +60,6 @@ class History:
                 self._groups.append(bytes.fromhex(str(note.fields.get("group", ""))))
             case "member_excluded" if len(self._excluded) < EXCLUDED_KEPT:
                 self._excluded.setdefault(note.peer, note.reason)
-            case "part_without_result":
-                self._without += 1
             case "round_ended":
                 return self._ended(note)
             case _:
@@ -96,8 +91,6 @@ class History:
             bytes_sent=total[0],
             bytes_received=total[1],
             excluded=tuple(self._excluded.items()),
-            groups=len(self._groups),
-            parts_without_result=self._without,
             group_id=bytes.fromhex(str(fields.get("group", ""))),
             ended_at=time.monotonic(),
         )
@@ -105,7 +98,6 @@ class History:
         self.outcomes[line.status] += 1
         self._groups.clear()
         self._excluded.clear()
-        self._without = 0
         return line
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from moshpitd.core.effects import Effect, Note
 from moshpitd.core.events import Drained, Event
 from moshpitd.core.messages import Message, Record
-from moshpitd.core.outcome import Status
 from moshpitd.core.peer import Peer
 from moshpitd.daemon.addresses import join_string
 from moshpitd.daemon.api import ApiServer
@@ -48,7 +47,6 @@ MAX_RUNS = 64
 """Runs of one node: a peer each, and a copy of the last result, as large as its parameters."""
 THREADS = 4  # for what blocks: digests, checks and file systems; more gain little, memory is slow
 LOOK_AROUND_S = 1.0
-_WITH_RESULTS = (Status.COMPLETE, Status.PARTIAL)
 FAREWELL_S = 0.5
 """How long the last messages may take: a peer that hears Goodbye need not wait for us."""
 
@@ -277,9 +275,6 @@ class Node:
             sent, received = line.bytes_sent, line.bytes_received
             self._bytes = (self._bytes[0] + sent, self._bytes[1] + received)
             self.metrics.add_bytes(run, sent=sent, received=received, kind="part")
-            if current is not None and current.layout is not None and line.status in _WITH_RESULTS:
-                parts = line.groups * len(current.layout.parts) - line.parts_without_result
-                self.metrics.add_parts(run, "averaged", parts)
 
     def _post(self, run: str, event: Event) -> None:
         """From any thread."""

@@ -337,6 +337,11 @@ class Run:
         error = refusal_of(outcome, trainer.name)
         if error is not None:
             raise error
+        if outcome.accepted and not trainer.bucket.intact(trainer.bucket.expected):
+            # Nothing was written into it once the trainer had changed it, so there is no result.
+            raise refusal(
+                "bucket_modified", f"trainer {trainer.name} changed its bucket during the call"
+            )
         sent, received = self.history.bytes_of(outcome.group_id)
         delta = trainer.bucket.deltas is not None
         return Ended(outcome, self.driver.peer.lineage, sent, received, delta)

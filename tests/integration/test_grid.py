@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
@@ -18,19 +16,20 @@ async def test_nine_peers_in_groups_of_three_have_the_exact_mean_after_a_sweep()
     weights = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     expected = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
     tensors = [{"w": torch.zeros(50, dtype=torch.float64)} for _ in values]
-    async with LocalSwarm(9, averaging__max_group=3) as swarm:
-        async with trainers(swarm, "grid", tensors) as sessions:
-            nodes = [swarm.node(i) for i in range(9)]
-            await until(
-                lambda: all(len(node.peers("grid")) == 8 for node in nodes),
-                timeout_s=20,
-                what="every peer knows the other eight",
-            )
-            await asyncio.sleep(0)
-            for own, value in zip(tensors, values, strict=True):
-                own["w"].fill_(value)
-            results = await average(swarm, sessions, weights, rounds="sweep")
-            grids = [node.status()["runs"][0]["grid"] for node in nodes]
+    async with (
+        LocalSwarm(9, averaging__max_group=3) as swarm,
+        trainers(swarm, "grid", tensors) as sessions,
+    ):
+        nodes = [swarm.node(i) for i in range(9)]
+        await until(
+            lambda: all(len(node.peers("grid")) == 8 for node in nodes),
+            timeout_s=20,
+            what="every peer knows the other eight",
+        )
+        for own, value in zip(tensors, values, strict=True):
+            own["w"].fill_(value)
+        results = await average(swarm, sessions, weights, rounds="sweep")
+        grids = [node.status()["runs"][0]["grid"] for node in nodes]
     assert grids == [[3, 3]] * 9
     for result in results:
         assert (result.status, result.rounds) == ("complete", 2), str(result)
