@@ -282,7 +282,8 @@ class Conductor:
         """Matchmaking is over: a group, or nobody."""
         work.attempt = None
         self._end_phase(work, "matchmaking", now)
-        for peer_id in attempt.waited_in_vain():
+        # A call that ended before its window says nothing about those it would have waited for.
+        for peer_id in attempt.waited_in_vain() if now < work.deadline_at else []:
             entry = self.state.swarm.heard.get(peer_id)
             if entry is not None:
                 entry.missed += 1

@@ -186,10 +186,11 @@ class Node:
         steps += [run.driver.close() for run in self.runs.values()]
         if self._http is not None:
             steps.append(self._http.stop())
-        if self._network is not None:
-            steps.append(self._network.stop())
+        # The exchange before the links: a reader that waits in it for a Begin lets go at once.
         if self._exchange is not None:
             steps.append(asyncio.to_thread(self._exchange.close))
+        if self._network is not None:
+            steps.append(self._network.stop())
         if self._claims is not None:
             steps.append(asyncio.to_thread(self._claims.release))
         self._api = self._http = self._network = self._exchange = self._claims = None
