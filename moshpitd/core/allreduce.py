@@ -176,6 +176,7 @@ class Round:
                     if self._open_result(part, index):
                         self.lanes[index].owes_results -= 1
                         self._no_result(part, message.reason)
+                self._detail(f"{self._cause(message.reason)} at its reducer {sender}")
             case Parity():
                 lane = self.lanes[index]
                 lane.parity, lane.parity_without = message.digest, message.without_result
@@ -252,6 +253,10 @@ class Round:
         total = sum(m.weight for i, m in enumerate(self.group.members) if counted >> i & 1)
         return total / len(self.group.members)
 
+    def with_others(self) -> bool:
+        """Is anything but our own contribution in any part? Otherwise nothing was averaged."""
+        return any(mask & ~(1 << self.index) for mask in self.contributors.values())
+
     def parts_done(self) -> int:
         return len(self.part_sizes) - self.missing
 
@@ -298,10 +303,8 @@ class Round:
         )
 
     def _on_failed(self, event: PartFailed) -> None:
-        self._detail(
-            f"part {event.part}: {event.reason.value}"
-            + (f" ({event.detail})" if event.detail else "")
-        )
+        detail = f" ({event.detail})" if event.detail else ""
+        self._detail(f"part {event.part}: {self._cause(event.reason)}{detail}")
         if event.result:
             if event.part in self.closing:
                 del self.closing[event.part]
@@ -465,6 +468,10 @@ class Round:
         for i, member in enumerate(self.group.members):
             if i != self.index and self.lanes[i].gone is None:
                 self.effects.append(Send(member.peer_id, message))
+
+    def _cause(self, reason: Reason) -> str:
+        """The reason in words that name what is to be looked at."""
+        return f"{reason.value}, {self.group.codec}" if reason is Reason.CODEC else reason.value
 
     def _detail(self, sentence: str) -> None:
         if (

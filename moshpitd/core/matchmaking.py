@@ -172,10 +172,6 @@ class Attempt:
             and group.group_id == group_id_of(group)
         )
 
-    def enter(self, group: Group) -> None:
-        """Follow an accepted Begin."""
-        self.group = group
-
     def abandon(self, reason: Reason) -> None:
         """Stop here: tell the leader we follow, or our followers, and end with `reason`."""
         if self.over:
@@ -184,7 +180,9 @@ class Attempt:
             self._send(self.following.leader, Leave(self.key, self.number))
         for peer_id, candidate in self.candidates.items():
             if candidate.answer is Answer.JOINED and candidate.join is not None:
-                no = Declined(self.key, candidate.join.attempt, reason, self.me)
+                # A weight that is out of range is ours, not theirs.
+                told = Reason.WITHDRAWN if reason is Reason.WEIGHT else reason
+                no = Declined(self.key, candidate.join.attempt, told, self.me)
                 self._send(peer_id, no)
         self.ended = reason
 
@@ -331,6 +329,9 @@ class Attempt:
             self._follows(peer_id, sender)
 
     def _on_no(self, sender: str, answer: Answer, reason: Reason, now: float) -> None:
+        if reason is Reason.WEIGHT:
+            self.abandon(Reason.WEIGHT)  # we are the one that would overwrite everybody
+            return
         known = self.candidates.get(sender)
         if known is None:
             return
@@ -351,8 +352,9 @@ class Attempt:
         known = self.candidates.get(leader)
         if known is not None and known.answer is Answer.JOINED:
             self._mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
-        elif known is not None and known.answer is Answer.LOST:
-            self._mark(sender, Answer.LATER, None)  # it will notice too, and look for others
+        elif known is not None and known.answer in (Answer.LOST, Answer.DECLINED):
+            # Gone for us; the sender may be about to hear the same, and then looks for others.
+            self._mark(sender, Answer.LATER, None)
         if followed:
             self.following = None
             if known is not None and known.answer not in (Answer.LOST, Answer.DECLINED):
@@ -424,6 +426,10 @@ class Attempt:
         joins = [c.join for c in self.candidates.values() if c.answer is Answer.JOINED and c.join]
         self.group = form_group(mine, joins, nonce=self.nonce, codec=self.codec)
         heavy = outliers(self.group.members, self.params)
+        if self.me.peer_id in heavy:
+            self.group = None
+            self.abandon(Reason.WEIGHT)
+            return
         if heavy:
             for join in [join for join in joins if join.record.peer_id in heavy]:
                 joins.remove(join)

@@ -334,7 +334,7 @@ class Peer:
         if attempt is not None and sound and attempt.accept_begin(sender, group):
             latest = max(member.version for member in group.members)
             if latest - self.state.version <= self.state.params.max_version_lag:
-                attempt.enter(group)
+                attempt.group = group
                 return
             self.state.strike(sender, Reason.VERSION, now)
             attempt.abandon(Reason.VERSION)

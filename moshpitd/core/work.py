@@ -297,12 +297,14 @@ class Conductor:
                 heard=len(attempt.candidates),
             )
             self.state.place.alone()
-            timed_out = now >= work.deadline_at
+            failed: Reason | None = Reason.TIMEOUT if now >= work.deadline_at else None
+            if reason is Reason.WEIGHT:
+                failed = Reason.WEIGHT
             outcome = Outcome(
-                Status.FAILED if timed_out else Status.ALONE,
-                Reason.TIMEOUT if timed_out else Reason.NO_PEERS,
+                Status.FAILED if failed else Status.ALONE,
+                failed or Reason.NO_PEERS,
                 attempt.sentence(),
-                accepted=not timed_out,
+                accepted=failed is None,
                 contributors=(self.state.peer_id,),
                 total_weight=work.weight,
                 parts=len(self.state.part_sizes),
@@ -354,7 +356,7 @@ class Conductor:
         work.seconds["parity"] = work.seconds.get("parity", 0.0) + max(0.0, now - parity_at)
         group = current.group
         self.state.place.finished(group, current.index)
-        if outcome.accepted:
+        if outcome.accepted and current.with_others():
             work.accepted += 1
             version = 1 + max(member.version for member in group.members)
             self.state.presence.update(version=version)

@@ -6,15 +6,12 @@ the strict xfail goes and the scene stays.
 
 from __future__ import annotations
 
-import pytest
-
 from moshpitd.core import events as ev
 from moshpitd.core.messages import Declined
 from moshpitd.core.outcome import Reason, Status
 from tests.kit.hands import Hands
 
 
-@pytest.mark.xfail(strict=True, reason="a redirect to a leader that declined us is final")
 def test_a_leader_that_declines_one_by_one_does_not_part_the_others() -> None:
     """S9. p00's contribution was refused (a NaN), so it declines. p02 hears that first and joins
     p01, which still waits for p00's answer and redirects p02 to p00. p02 counts p01 as gone with
@@ -33,7 +30,6 @@ def test_a_leader_that_declines_one_by_one_does_not_part_the_others() -> None:
     assert [hands.outcomes[token].group_size for token in tokens] == [2, 2], hands.tail()
 
 
-@pytest.mark.xfail(strict=True, reason="a leader does not see that it is the outlier itself")
 def test_a_leader_of_far_too_large_a_weight_is_told_so_and_costs_the_others_nothing() -> None:
     """S18. 10^9 among 1s, and it is the leader's own: it begins a group that nobody enters, the
     others wait 2.25 s for a leader that never comes, and the leader is told "partial, not_member,
@@ -53,3 +49,20 @@ def test_a_leader_of_far_too_large_a_weight_is_told_so_and_costs_the_others_noth
     assert heavy.status in (Status.ALONE, Status.FAILED)
     assert Reason.WEIGHT in hands.reasons()
     assert hands.value("p00") == 0.0
+
+
+def test_a_codec_that_failed_is_named_to_everybody() -> None:
+    """S14. The reason travels and the codec is in Begin, but the others read no more than "1 of 4
+    parts have no result: 2".
+    """
+    hands = Hands(3)
+    hands.attach_all()
+    for name in hands.nodes:
+        hands.average_fault[name, 2] = Reason.CODEC
+    tokens = hands.start()
+    hands.finish()
+    for name, token in tokens.items():
+        outcome = hands.outcomes[token]
+        assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.CODEC), hands.tail()
+        assert outcome.parts_without_result == (2,)
+        assert "float32" in outcome.detail, (name, outcome.detail)
