@@ -255,7 +255,8 @@ class Round:
 
     def with_others(self) -> bool:
         """Is anything but our own contribution in any part? Otherwise nothing was averaged."""
-        return any(mask & ~(1 << self.index) for mask in self.contributors.values())
+        others = any(mask & ~(1 << self.index) for mask in self.contributors.values())
+        return others or not self.part_sizes
 
     def parts_done(self) -> int:
         return len(self.part_sizes) - self.missing

@@ -310,7 +310,7 @@ def test_no_part_has_a_result_and_the_round_failed() -> None:
         outcome = it.outcome(name)
         assert (outcome.status, outcome.reason) == (Status.FAILED, Reason.CODEC)
         assert not outcome.accepted
-        assert "codec_failed (by the test)" in outcome.detail
+        assert "codec_failed, float32 (by the test)" in outcome.detail
         assert it.hands.nodes[name].peer.version == 0
         assert it.hands.nodes[name].peer.round == 1  # the axis moves on for all alike
 
