@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from hivemind import DHT, DecentralizedAverager
+from hivemind.p2p import P2P
 
 STEP_TIMEOUT_S = 30.0
 MATCHMAKING_S, REQUEST_TIMEOUT_S = 2.0, 1.0
@@ -99,7 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--numel", type=int, default=256)
+    parser.add_argument("--sockets", help="a folder with a short name; default: /tmp")
     options = parser.parse_args()
+    if options.sockets:
+        # Every averager leaves a socket file behind, in /tmp: there nobody would remove them.
+        P2P._UNIX_SOCKET_PREFIX = f"/unix{options.sockets}/"
     torch.set_num_threads(1)
     averagers = Averagers(options.peers, options.numel)
     try:

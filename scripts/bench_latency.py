@@ -134,7 +134,8 @@ class Ours:
 
     def close(self) -> None:
         self._detach()
-        self._threads.shutdown()
+        # A call that still waits ends with its daemon, which is ended next.
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for node in self.nodes:
             node.close()
 
@@ -214,9 +215,10 @@ class Hivemind:
 
     def __init__(self, children: Children, folder: Path, peers: int) -> None:
         self._log = folder / "hivemind.log"
+        words = [str(BASELINE), "--peers", str(peers), "--numel", str(NUMEL)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(BASELINE), "--peers", str(peers), "--numel", str(NUMEL)],
+                [sys.executable, *words, "--sockets", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -276,6 +278,7 @@ def summary(system: str, kind: Kind, rounds: list[Measured]) -> dict[str, Any]:
         "complete": len(good),
         # The first of all also opens the connections between the peers, which then stay.
         "first_s": rounds[0].seconds,
+        "first_phases_s": rounds[0].phases,
         "attach_s": statistics.median(attach) if attach else None,
         "phases_s": phases,
         "troubles": [one.trouble for one in rounds if one.trouble],
@@ -302,13 +305,13 @@ def show(report: dict[str, Any]) -> None:
         counted = f"{one['complete']} of {one['rounds']}"
         print(f"{one['system']:<10}{one['kind']:<8}{figures}   {counted}")
     for one in report["results"]:
-        if one["phases_s"]:
-            words = ", ".join(f"{phase} {_seconds(s)}" for phase, s in one["phases_s"].items())
-            print(f"{one['system']}, {one['kind']}: {words}")
+        for what, phases in (("", one["phases_s"]), (", the first", one["first_phases_s"])):
+            if phases and (not what or one["kind"] == "cold"):
+                print(f"{one['system']}, {one['kind']}{what}: {_words(phases)}")
         for trouble in one["troubles"]:
             print(f"{one['system']}, {one['kind']}, does not count: {trouble}")
     for system, by_kind in report["ratios"].items():
-        words = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in by_kind.items())
+        words = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in by_kind.items())
         print(f"{system} / {Ours.name}: {words}")
 
 
@@ -368,7 +371,7 @@ def main() -> int:
     if not 2 <= options.peers <= 16 or not 1 <= options.rounds <= ROUNDS_MAX:
         parser.error("--peers or --rounds is out of range")
     torch.set_num_threads(1)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _unwind)
     # A short name: a Unix socket's path holds 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="moshpitd-"))
@@ -399,6 +402,10 @@ def _address(node: Node) -> str:
 
 def _seconds(value: float | None) -> str:
     return f"{value:.3f}" if value is not None else "-"
+
+
+def _words(phases: dict[str, float]) -> str:
+    return ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items())
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:

@@ -253,11 +253,6 @@ class Round:
         total = sum(m.weight for i, m in enumerate(self.group.members) if counted >> i & 1)
         return total / len(self.group.members)
 
-    def with_others(self) -> bool:
-        """Is anything but our own contribution in any part? Otherwise nothing was averaged."""
-        others = any(mask & ~(1 << self.index) for mask in self.contributors.values())
-        return others or not self.part_sizes
-
     def parts_done(self) -> int:
         return len(self.part_sizes) - self.missing
 

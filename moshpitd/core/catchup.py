@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from moshpitd.core.effects import DropSnapshot, Effect, FetchSnapshot, LoadSnapshot, Note, Send
+from moshpitd.core.grid import is_flat
 from moshpitd.core.messages import (
     DigestQuery,
     DigestReply,
@@ -76,6 +77,7 @@ class CatchUp:
     offer: SnapshotOffer | None = None
     staged: bytes = b""
     witnesses: list[str] = field(default_factory=list)
+    named: bool = False  # by the donor
     loaded: bool = False
     confirmed: bool = False
     failed: Reason | None = None
@@ -135,15 +137,18 @@ class CatchUp:
             return
         self.staged = digest
         self.step = Step.CONFIRMING
-        # First those we know to hold that version, since a liar would name its friends.
         offer = self.offer
+        self.named = bool(offer.witnesses)
+        # A donor that names nobody may be a liar: then anybody who holds that version has to do.
+        # Only in a flat run: on a grid the groups of one version hold different values by right.
         others = [
             e.record.peer_id
             for e in self.swarm.live(self.me.schema)
-            if e.record.version == offer.version and same_lineage(e.record.lineage, offer.lineage)
+            if e.record.version == offer.version
+            and same_lineage(e.record.lineage, offer.lineage)
+            and is_flat(e.record.shape)
         ]
-        named = [peer for peer in offer.witnesses if peer not in others]
-        able = [peer for peer in (*others, *named) if peer not in (self.donor, self.me.peer_id)]
+        able = [w for w in offer.witnesses or others if w not in (self.donor, self.me.peer_id)]
         self.witnesses = able[:WITNESSES]
         self._ask_witness(now)
 
@@ -263,7 +268,10 @@ class CatchUp:
         if digest == self.staged:
             self._load(confirmed=True)
         elif digest:
-            self._strike(self.donor, Reason.DIGEST, now)
+            if (
+                self.named
+            ):  # its own last group says otherwise; a stranger may just hold another mean
+                self._strike(self.donor, Reason.DIGEST, now)
             self._next_donor(Reason.DIGEST, now)
         else:
             # It moved on, or is gone: ask the next. If nobody knows, the donor's word has to do.

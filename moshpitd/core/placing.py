@@ -26,6 +26,9 @@ PATIENCE = 3
 """Attempts in a row outside the band before a new shape is proposed: one bad look-up must not
 reshape a swarm."""
 
+LONELY = 3
+"""Attempts alone in a shape that nobody else has, before it is given up for one that two hold."""
+
 EVERYONE = 64
 """Up to so many peers one directory answer names them all, so cells can be dealt by rank without
 collisions."""
@@ -46,6 +49,7 @@ class Place:
     round: int = 0
     made_for: int = 1
     outside: int = 0
+    lonely: int = 0  # attempts in a row that ended alone
     changes: list[Shape] = field(default_factory=list)
 
     def prepare(self, swarm: Swarm, schema: bytes, rng: random.Random, now: float) -> None:
@@ -88,27 +92,27 @@ class Place:
             size=len(group.members),
         )
         self.round += 1
+        self.lonely = 0
 
     def alone(self) -> None:
         """Nobody came: keep the cell, try the next axis."""
         self.round += 1
+        self.lonely += 1
 
     def _adopt(self, live: list[Heard], rng: random.Random) -> None:
-        heard: dict[Shape, int] = {}
+        if self.params.grid_sides:
+            return
+        voices: dict[Shape, int] = {}
         for entry in live:
-            if entry.record.shape.epoch > self.shape.epoch or (
-                entry.record.shape.epoch == self.shape.epoch
-                and entry.record.shape.sides > self.shape.sides
-            ):
-                heard[entry.record.shape] = heard.get(entry.record.shape, 0) + 1
+            voices[entry.record.shape] = voices.get(entry.record.shape, 0) + 1
         needed = min(2, len(live))
-        good = [
-            shape
-            for shape, voices in heard.items()
-            if voices >= needed and _valid(shape, self.params)
-        ]
-        if good and not self.params.grid_sides:
-            self._take(max(good, key=lambda shape: (shape.epoch, shape.sides)), live, rng)
+        good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
+        newer = [it for it in good if (it.epoch, it.sides) > (self.shape.epoch, self.shape.sides)]
+        if newer:
+            self._take(max(newer, key=lambda it: (it.epoch, it.sides)), live, rng)
+        elif self.lonely >= LONELY and not voices.get(self.shape) and good:
+            # We proposed a shape that nobody followed: the others' estimate did not leave the band.
+            self._take(max(good, key=lambda it: (voices[it], it.epoch, it.sides)), live, rng)
 
     def _propose(self, live: list[Heard], rng: random.Random) -> None:
         peers = len(live) + 1
@@ -133,6 +137,7 @@ class Place:
 
     def _take(self, shape: Shape, live: list[Heard], rng: random.Random) -> None:
         self.shape, self.made_for, self.outside = shape, len(live) + 1, 0
+        self.lonely = 0
         self.changes.append(shape)
         cells = prod(shape.sides)
         ids = sorted([self.me, *(entry.record.peer_id for entry in live)])

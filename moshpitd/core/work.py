@@ -356,7 +356,7 @@ class Conductor:
         work.seconds["parity"] = work.seconds.get("parity", 0.0) + max(0.0, now - parity_at)
         group = current.group
         self.state.place.finished(group, current.index)
-        if outcome.accepted and current.with_others():
+        if outcome.accepted:
             work.accepted += 1
             version = 1 + max(member.version for member in group.members)
             self.state.presence.update(version=version)

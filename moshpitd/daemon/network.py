@@ -19,6 +19,7 @@ from moshpitd.daemon.addresses import parse_host_port
 from moshpitd.daemon.exchange import Exchange
 from moshpitd.daemon.interfaces import link_addresses
 from moshpitd.daemon.logs import log_event
+from moshpitd.daemon.reachability import Reachability
 from moshpitd.daemon.runs import Run
 from moshpitd.daemon.settings import Settings
 from moshpitd.errors import MoshpitError, RemoteProtocolError, Unreachable
@@ -82,17 +83,21 @@ class Network:
         except BaseException:
             self._links.close()
             raise
+        self._reachability = Reachability(self._control.ask_dial_back, joined=lambda: self.joined)
+        self._watching: asyncio.Task[None] | None = None
         self._started = False
 
     async def start(self) -> None:
         """Start the control plane; joining goes on in the background. Raises ConfigError."""
         await self._control.start()
         self._started = True
+        self._watching = asyncio.create_task(self._reachability.watch())
 
     async def stop(self) -> None:
         """Stop the control plane, then end the links."""
-        for reply in self._replies:
-            reply.cancel()
+        for task in (*self._replies, self._watching):
+            if task is not None:
+                task.cancel()
         if self._started:
             self._started = False
             await self._control.stop()
@@ -186,11 +191,12 @@ class Network:
 
     def warnings(self) -> list[str]:
         """What an operator should set right."""
+        warnings = self._reachability.warnings()
         offset_s = self._control.clock_offset_s
-        if abs(offset_s) < CLOCK_WARN_S:
-            return []
-        side = "behind" if offset_s > 0 else "ahead of"
-        return [f"this host's clock is {abs(offset_s):.0f} s {side} the swarm's"]
+        if abs(offset_s) >= CLOCK_WARN_S:
+            side = "behind" if offset_s > 0 else "ahead of"
+            warnings.append(f"this host's clock is {abs(offset_s):.0f} s {side} the swarm's")
+        return warnings
 
     def control_addresses(self) -> list[str]:
         """Multiaddrs with our PeerID."""

@@ -151,7 +151,12 @@ def checked_timeout(timeout_s: float) -> float:
 
 
 def refusal_of(outcome: Outcome, name: str) -> TrainerError | None:
-    """The error that a failed call stands for when the trainer asked for something impossible."""
+    """The error that a failed call stands for when the trainer asked for something impossible.
+
+    A weight is none of these: what is impossible by itself was refused before the core heard of it
+    (`Ask.checked`), and that it is out of range among the others is what the others say. One of
+    them lying must not end a training loop, so that stays a failed result with its reason.
+    """
     if outcome.status is not Status.FAILED:
         return None
     match outcome.reason:
@@ -159,8 +164,6 @@ def refusal_of(outcome: Outcome, name: str) -> TrainerError | None:
             return refusal("bucket_busy", f"trainer {name}: its bucket is in another call")
         case Reason.DRAINING:
             return refusal("draining", "the daemon is leaving and takes no more rounds")
-        case Reason.WEIGHT:
-            return refusal("weight_out_of_range", "the weight is out of range")
         case Reason.TRAINER_GONE:
             return refusal("unknown_trainer", f"trainer {name} is not attached any more")
         case _:

@@ -128,6 +128,8 @@ async def probe_tcp(address: BootstrapAddress) -> tuple[Status, str] | None:
     return None
 
 
+# p2pd was asked again too soon and did not dial at all.
+BACKED_OFF = "p2pd waits before it dials again"
 # What go-libp2p says when its routing does not find a peer.
 UNKNOWN_MARKS = ("no addresses", "routing: not found", "failed to find")
 _REMOTE_KEY = re.compile(r"remote key matches (\w+)")
@@ -147,7 +149,7 @@ def read_failure(message: str) -> tuple[Status, str]:
     if any(mark in message for mark in UNKNOWN_MARKS):
         return Status.UNKNOWN, ""
     if "dial backoff" in message:
-        return Status.SILENT, "p2pd waits before it dials again"
+        return Status.SILENT, BACKED_OFF
     return Status.SILENT, message.replace("\n", " ")[-160:]
 
 
@@ -203,7 +205,12 @@ class Bootstrap:
         delay_s = BACKOFF_FIRST_S
         while True:
             status, detail = await self._try(address)
-            before = self._status[address.text].status
+            known = self._status[address.text]
+            before = known.status
+            if detail == BACKED_OFF and before not in (Status.PENDING, Status.OK):
+                # Nothing new: what the last real try found still stands. Else a wrong PeerID would
+                # change its words, and write a line, at every second try.
+                status, detail = before, known.detail
             self._status[address.text] = BootstrapStatus(address.text, status, detail)
             if status is not before:
                 level = logging.INFO if status in (Status.OK, Status.SELF) else logging.WARNING

@@ -31,6 +31,7 @@ AT_ONCE_MAX = 4
 # One question per peer in this time; a daemon asks at start and when its addresses change.
 PAUSE_S = 5.0
 REMEMBERED_MAX = 1024
+NOT_DIALLED = "not dialled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class DialBackResult:
     @property
     def reached(self) -> bool:
         return not self.cause
+
+    @property
+    def tried(self) -> bool:
+        """False where the peer had a reason not to dial: that proves nothing."""
+        return f": {NOT_DIALLED}" not in self.cause
 
 
 class DialBack:
@@ -103,12 +109,12 @@ class DialBack:
         try:
             host = str(ipaddress.ip_address(parse_address(address)[0]))
             if host not in hosts:
-                return f"{address}: not dialled, you are not connected from there"
+                return f"{address}: {NOT_DIALLED}, you are not connected from there"
             found, _ = await asyncio.to_thread(
                 probe, self._credentials, address, timeout_s=DIAL_TIMEOUT_S
             )
         except ValueError:
-            return f"{address}: not dialled, only literal addresses are"
+            return f"{address}: {NOT_DIALLED}, only literal addresses are"
         except Unreachable as error:
             return str(error)
         return "" if found == peer_id else f"{address}: wrong PeerID {found}"

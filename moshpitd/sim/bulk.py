@@ -213,7 +213,7 @@ class Bulk:
 
     def _place(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         self._checks.placed(node, round_)
-        round_.results[part] = payload
+        round_.results[part], round_.placed[part] = payload, self._world.now
         where = self._options.slice_of(part)
         for bucket in round_.buckets.values():
             bucket[where] = payload.values

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moshpitd.core.effects import NOTES, Effect, Finish, Note, Send
+from moshpitd.core.effects import NOTES, Effect, Finish, LoadSnapshot, Note, RefreshSnapshot, Send
 from moshpitd.core.messages import Group, Parity, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.errors import MoshpitError
@@ -64,8 +64,10 @@ class Checks:
         self._reducers: dict[bytes, tuple[int, ...]] = {}
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
         self._results: dict[bytes, dict[int, list[tuple[int, Payload]]]] = {}
-        # peer -> its last rounds: when it said Parity, and what stood in its bucket.
-        self._recent: dict[str, dict[bytes, tuple[float, dict[int, Payload]]]] = {}
+        self._recent: dict[
+            str, dict[bytes, tuple[float, Round]]
+        ] = {}  # peer -> when it said Parity
+        self._loaded: dict[str, tuple[float, int]] = {}  # peer -> when it loaded which version
 
     def fail(self, what: str, *nodes: Node, cause: Exception | None = None) -> NoReturn:
         who = ", ".join(node.peer_id for node in nodes)
@@ -74,6 +76,7 @@ class Checks:
     def died(self, node: Node) -> None:
         """What its last rounds came to died with it."""
         self._recent.pop(node.peer_id, None)
+        self._loaded.pop(node.peer_id, None)
 
     # -- calls end by their deadline ---------------------------------------------------------------
 
@@ -104,6 +107,11 @@ class Checks:
 
     def effect(self, node: Node, effect: Effect) -> None:
         match effect:
+            case LoadSnapshot():
+                self._loaded[node.peer_id] = (self._now(), effect.version)
+            case RefreshSnapshot() if not self._recent.get(node.peer_id):
+                # A run of one peer: its own rounds count, and nothing moves.
+                self._loaded[node.peer_id] = (self._now(), effect.version)
             case Finish():
                 self._finished(node, effect)
             case Note() if effect.what not in NOTES:
@@ -140,24 +148,40 @@ class Checks:
         """The outcome of a call that began at `since` against the rounds that it really had.
 
         A sweep reports the worst of its rounds. The version counts what is in the bucket, so it
-        follows from the last round that put something there.
+        follows from the last snapshot or round that put values of others there. A round with only
+        our own in it may count (others got them) or not.
         """
         rounds = self._recent.get(node.peer_id, {})
-        filled = [key for key, (at, results) in rounds.items() if at >= since and results]
-        if outcome.accepted and filled:
-            due = 1 + max(member.version for member in self._groups[filled[-1]].members)
-            if outcome.version != due:
-                self.fail(f"ends at version {outcome.version}, its last round was {due}", node)
+        held = [
+            (at, 1 + max(member.version for member in round_.group.members), _with_others(round_))
+            for at, round_ in rounds.values()
+            if round_.results
+        ]
+        held.append((*self._loaded.get(node.peer_id, (-1.0, 0)), True))
+        allowed: list[int] = []
+        for at, version, certain in sorted(held, reverse=True):
+            if at < since:
+                allowed.clear()  # nothing certain in this call
+                break
+            allowed.append(version)
+            if certain:
+                break
+        if outcome.accepted and allowed and outcome.version not in allowed:
+            self.fail(f"ends at version {outcome.version}, its bucket holds {allowed}", node)
         if outcome.status not in (Status.COMPLETE, Status.PARTIAL) or not outcome.group_id:
             return
-        _, results = rounds.get(outcome.group_id, (0.0, {}))
-        if not results and outcome.status is Status.PARTIAL and not outcome.participants:
+        _, round_ = rounds.get(outcome.group_id, (0.0, None))
+        if (
+            not (round_ and round_.results)
+            and outcome.status is Status.PARTIAL
+            and not outcome.participants
+        ):
             return  # a later round of a sweep came to nothing
-        group = self._groups.get(outcome.group_id)
-        if group is None or outcome.group_id not in rounds:
+        if round_ is None:
             self.fail("reports a round that it did not have lately", node)
-        without = outcome.parts_without_result
-        present = [part for part in without if part in results]
+        results, group, without = round_.results, round_.group, outcome.parts_without_result
+        # One that came at this very instant is not known to the Peer yet.
+        present = [part for part in without if round_.placed.get(part, math.inf) < self._now()]
         if present:
             self.fail(f"has results in place for parts {present}, which it reports without", node)
         parts = [part for part in range(self._options.parts) if part not in without]
@@ -237,7 +261,7 @@ class Checks:
             return
         round_.settled = True
         recent = self._recent.setdefault(node.peer_id, {})
-        recent[round_.group.group_id] = (self._now(), round_.results)
+        recent[round_.group.group_id] = (self._now(), round_)
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
         seen = self._results.setdefault(round_.group.group_id, {})

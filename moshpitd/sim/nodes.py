@@ -93,6 +93,7 @@ class Round:
     payloads: dict[int, Payload] = field(default_factory=dict)  # parts we reduced
     results: dict[int, Payload] = field(default_factory=dict)  # what stands in the bucket
     trainers: tuple[str, ...] = ()  # whose buckets these are
+    placed: dict[int, float] = field(default_factory=dict)  # when each result came
     arrived: set[tuple[int, int, int]] = field(
         default_factory=set
     )  # membership only, never iterated

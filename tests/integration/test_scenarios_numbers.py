@@ -198,14 +198,15 @@ async def test_a_1_beside_1e8_in_float32(swarm: LocalSwarm, run: str, codec: str
         assert ((got - mean).abs() <= mean_bound(codec, values)).all(), got.tolist()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("place", "bad"), [(-1, float("nan")), (0, float("inf"))])
 async def test_one_bad_element_is_refused_to_its_trainer(
-    plain: LocalSwarm, run: str, bad: float
+    plain: LocalSwarm, run: str, place: int, bad: float
 ) -> None:
     """S9: at the local API, before any traffic, by the tensor's name; twice in a row, and then the
-    repaired trainer is back in. The one that leads is the subject of unit/test_core_scenarios.
+    repaired trainer is back in. `place` 0 is the one that the others ask first.
     """
-    *good, wrong = by_peer_id(plain)
+    good = by_peer_id(plain)
+    wrong = good.pop(place)
     tensors = [{"first": torch.zeros(1000), "second": torch.zeros(2, 500)} for _ in range(4)]
     async with trainers(plain, run, tensors) as sessions:
         for _ in range(2):
@@ -289,14 +290,15 @@ async def test_the_mean_is_by_samples(plain: LocalSwarm, run: str, weights: list
     )
 
 
+@pytest.mark.parametrize("place", [0, -1])
 async def test_a_weight_of_a_thousand_million_among_ones_does_not_take_over(
-    plain: LocalSwarm, run: str
+    plain: LocalSwarm, run: str, place: int
 ) -> None:
-    """S18: over `max_weight_ratio` times the group's median the peer is left out, with the reason;
-    what the others get, at once, is their own mean. The leader that does it is the subject of
-    unit/test_core_scenarios.
+    """S18: over `max_weight_ratio` times the group's median the result is failed, with that
+    reason; what the others get, at once, is their own mean. `place` 0 is the one that leads.
     """
-    *others, heavy = by_peer_id(plain)
+    others = by_peer_id(plain)
+    heavy = others.pop(place)
     tensors = [{"w": torch.full((64,), 1.0)} for _ in range(4)]
     async with trainers(plain, run, tensors) as sessions:
         tensors[heavy]["w"].fill_(1000.0)
@@ -306,8 +308,9 @@ async def test_a_weight_of_a_thousand_million_among_ones_does_not_take_over(
             assert (results[i].status, results[i].participants) == ("complete", 3), str(results[i])
             assert sum(results[i].seconds.values()) < 1.0
             assert tensors[i]["w"].tolist() == [1.0] * 64
-        assert results[heavy].status == "alone", str(results[heavy])
-        assert "weight_out_of_range" in results[heavy].detail
+        refused = results[heavy]
+        assert (refused.status, refused.reason) == ("failed", "weight_out_of_range"), str(refused)
+        assert not refused.accepted
         assert tensors[heavy]["w"].tolist() == [1000.0] * 64
         # and it is a peer like any other with the next, sane weight
         complete(await average(plain, sessions, timeout_s=20), 4)

@@ -306,7 +306,7 @@ class Repeater(Static):
         (Reshuffler, "assigns other reducers"),
         (Hasty, r"claims results for parts \[[01]\] that never arrived"),
         (Boaster, "reports contributors"),
-        (Leaper, "its last round was"),
+        (Leaper, "its bucket holds"),
         (Repeater, "averages part . twice"),
     ],
 )
