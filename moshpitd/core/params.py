@@ -27,7 +27,7 @@ class Params:
     answer_timeout_s: float = 2.0
     """A peer that has not answered a Join or Invite by then counts as unreachable: 10x a slow
     intercontinental round trip."""
-    settle_s: float = 0.05
+    settle_s: float = 0.1
     """Least time a leader listens after its look-up: peers that announced during it cannot be in
     its answer."""
     attempt_timeout_s: float = 15.0

@@ -250,7 +250,8 @@ class Conductor:
             expected=self.state.place.expected(),
             codec=self.state.codec,
             looked_up=flat and self.state.presence.fresh(now),
-            settle_until=now,
+            settle_until=self.state.presence.found_at
+            + max(self.state.params.settle_s, self.state.presence.look_up_took),
         )
         work.attempt = attempt
         self.state.note("attempt_started", key=key, round=self.state.place.round)
@@ -373,10 +374,6 @@ class Conductor:
             shape=self.state.place.shape,
         )
         work.rounds_left -= 1
-        if outcome.status is Status.FAILED and work.accepted:
-            # An earlier round of the sweep is in the bucket, and that is an average.
-            outcome = replace(outcome, status=Status.PARTIAL, accepted=True)
-            work.rounds_left = 0
         if work.worst is None or _badness(outcome) >= _badness(work.worst):
             work.worst = outcome
         go_on = (
@@ -418,6 +415,17 @@ class Conductor:
         if work is None:
             return
         self.work = None
+        if outcome.status is Status.FAILED and work.accepted:
+            # An earlier round of the sweep is in the bucket, and that is an average.
+            outcome = replace(outcome, status=Status.PARTIAL, accepted=True)
+        outcome = replace(
+            outcome,
+            rounds=work.rounds_done,
+            # Loaded values have to reach the trainer whatever followed.
+            accepted=outcome.accepted or work.loaded,
+            loaded_snapshot=work.loaded,
+            seconds=tuple(work.seconds.items()),
+        )
         takers = [_for(call, outcome).accepted for call in work.calls]
         if work.accepted and not any(takers):
             # Nobody takes it, so nobody here holds that average.
@@ -426,15 +434,7 @@ class Conductor:
             for call, took in zip(work.calls, takers, strict=True):
                 if not took and call.trainer in self.state.trainers:
                     self.state.trainers[call.trainer] = True  # holds other values than its node now
-        outcome = replace(
-            outcome,
-            rounds=work.rounds_done,
-            version=self.state.version,
-            # Loaded values have to reach the trainer whatever followed.
-            accepted=outcome.accepted or work.loaded,
-            loaded_snapshot=work.loaded,
-            seconds=tuple(work.seconds.items()),
-        )
+        outcome = replace(outcome, version=self.state.version)
         if work.calls:
             self.state.note(
                 "round_ended",

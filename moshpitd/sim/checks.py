@@ -64,9 +64,8 @@ class Checks:
         self._reducers: dict[bytes, tuple[int, ...]] = {}
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
         self._results: dict[bytes, dict[int, list[tuple[int, Payload]]]] = {}
-        self._recent: dict[
-            str, dict[bytes, tuple[float, Round]]
-        ] = {}  # peer -> when it said Parity
+        # peer -> its last rounds, and when it said Parity in each.
+        self._recent: dict[str, dict[bytes, tuple[float, Round]]] = {}
         self._loaded: dict[str, tuple[float, int]] = {}  # peer -> when it loaded which version
 
     def fail(self, what: str, *nodes: Node, cause: Exception | None = None) -> NoReturn:
@@ -289,6 +288,12 @@ class Checks:
     def serving(self, node: Node) -> None:
         if len(node.plane.outgoing) > self._options.params.snapshot_slots:
             self.fail(f"serves {len(node.plane.outgoing)} snapshots at once", node)
+
+
+def _with_others(round_: Round) -> bool:
+    """Is anything but our own contribution in the results?"""
+    own = (round_.index,)
+    return any(payload.contributors != own for payload in round_.results.values())
 
 
 def _over_bound(message: object) -> str | None:

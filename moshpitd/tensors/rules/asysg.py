@@ -130,8 +130,9 @@ def push(
 def forget(store: Store, worker: str, *, drop_waiting: bool = True) -> Store:
     """A worker is gone: nobody waits for its pull any more.
 
-    Call `advance` afterwards, others may be free to go on. `drop_waiting` also takes back gradients
-    that it left; keep them (False) if they arrived whole.
+    Call `advance` afterwards, others may be free to go on; with fewer than M workers left, lower
+    `batch` first (dataclasses.replace), or no update comes together. `drop_waiting` also takes back
+    gradients that it left; keep them (False) if they arrived whole.
     """
     pulled = tuple(item for item in store.pulled if item[0] != worker)
     waiting = store.waiting

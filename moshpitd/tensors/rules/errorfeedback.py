@@ -81,7 +81,8 @@ def ec_diana_worker(
 
     C may be biased (top-k), Q has to be unbiased with alpha <= 1 / (1 + omega). mean_shift is the
     server's h before this step. sum_i g_i' = sum_i g_i, so x - mean(e) follows the uncompressed
-    path. With C and alpha = 0 it is EC-SGD; with a shift fixed at grad f_i(x*) it is EC-GD*.
+    path. alpha = 0 is EC-SGD; a shift fixed at grad f_i(x*) is EC-GD*; a gradient of
+    `diana.lsvrg_gradient` makes it EC-LSVRG-DIANA.
     """
     step, error = feed_back(gamma * (grad - state.shift + mean_shift), state.error, compress)
     learned = quantize(grad - state.shift)
