@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -39,3 +40,18 @@ class Following:
     since: float
     accepted: bool = False
     until: float = 0.0
+
+
+def sentence(candidates: Collection[Candidate]) -> str:
+    """What became of them: "heard 3 peers: 2 declined (schema_differs), 1 lost (unreachable)"."""
+    if not candidates:
+        return "heard no other peer"
+    words: dict[str, int] = {}
+    for candidate in candidates:
+        word = candidate.answer.name.lower()
+        if candidate.reason is not None:
+            word += f" ({candidate.reason.value})"
+        words[word] = words.get(word, 0) + 1
+    return f"heard {len(candidates)} peers: " + ", ".join(
+        f"{n} {word}" for word, n in words.items()
+    )

@@ -192,6 +192,11 @@ class CatchUp:
     def deadline(self) -> float:
         return min(self.until, self.deadline_at)
 
+    def sentence(self) -> str:
+        """Why it failed, for people."""
+        tried = ", ".join(f"{peer} ({reason.value})" for peer, reason in self.tried.items())
+        return f"our state is not the swarm's and no donor gave it: {tried or 'none was reachable'}"
+
     def abandon(self, reason: Reason) -> None:
         if not self.over:
             self._end(reason)

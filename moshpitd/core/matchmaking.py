@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moshpitd.core.candidates import Answer, Candidate, Following
+from moshpitd.core.candidates import Answer, Candidate, Following, sentence
 from moshpitd.core.effects import Effect, Send
 from moshpitd.core.group import form_group, group_id_of
 from moshpitd.core.messages import (
@@ -66,6 +66,9 @@ class Attempt:
     call_ends_at: float = float("inf")
     expected: int = (
         0  # members of a full line of the grid; 0 in the flat group, where all are known
+    )
+    unsettled: int = (
+        1  # live peers whose cell for this round is not known yet; 1 where nobody counts
     )
     codec: str = "float32"
     looked_up: bool = False
@@ -244,19 +247,8 @@ class Attempt:
         return self.following is None
 
     def sentence(self) -> str:
-        """Why nobody was there, for people: "heard 3 peers: 2 declined (schema_differs), 1
-        unreachable"."""
-        if not self.candidates:
-            return "heard no other peer"
-        words: dict[str, int] = {}
-        for candidate in self.candidates.values():
-            word = candidate.answer.name.lower()
-            if candidate.reason is not None:
-                word += f" ({candidate.reason.value})"
-            words[word] = words.get(word, 0) + 1
-        return f"heard {len(self.candidates)} peers: " + ", ".join(
-            f"{n} {word}" for word, n in words.items()
-        )
+        """Why nobody was there, for people."""
+        return sentence(self.candidates.values())
 
     def waited_in_vain(self) -> list[str]:
         """Peers whose Later was not followed by a Join."""
@@ -417,8 +409,8 @@ class Attempt:
             for c in self.candidates.values()
         ):
             return
-        if len(joined) + 1 < self.expected:
-            return  # the rest of the line has not been re-keyed yet: it will find us under this key
+        if len(joined) + 1 < self.expected and self.unsettled:
+            return  # one of them may stand in our line when its round is over, and find us here
         self._begin() if joined else self.abandon(Reason.NO_PEERS)
 
     def _begin(self) -> None:

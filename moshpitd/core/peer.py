@@ -204,18 +204,7 @@ class Peer:
         members: dict[str, bool] = {}
         if self.work is not None and self.work.round is not None:
             members = {member.peer_id: True for member in self.work.round.group.members}
-        lines = []
-        for peer_id, entry in self.state.swarm.heard.items():
-            state = "member" if peer_id in members else "heard" if entry.lost is None else "lost"
-            lines.append(
-                (
-                    entry.record,
-                    entry.heard_at,
-                    state,
-                    entry.note or (entry.lost.value if entry.lost else ""),
-                )
-            )
-        return lines
+        return self.state.swarm.lines(members)
 
     def _on_message(self, sender: str, message: Message, now: float) -> None:
         record = getattr(message, "record", None)
@@ -387,6 +376,12 @@ class Peer:
                 # A look-up told us of it; this tells it of us, so that both sides know each other
                 # at once.
                 self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
+        attempt = self.conductor.work.attempt if self.conductor.work is not None else None
+        place = self.state.place
+        ours = record.schema == self.state.record.schema
+        here = ours and record.round == place.round and place.meets(record)
+        if attempt is not None and attempt.expected and here:
+            attempt.add(record, now)  # it stands in our line this round
         entry = self.state.swarm.heard.get(record.peer_id)
         if entry is not None and record.schema == self.state.record.schema:
             entry.note = ""

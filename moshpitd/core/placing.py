@@ -26,6 +26,10 @@ PATIENCE = 3
 """Attempts in a row outside the band before a new shape is proposed: one bad look-up must not
 reshape a swarm."""
 
+TOLD = 32
+"""Peers told of our cell before each round on a grid: some milliseconds of messages, against a
+window of seconds that a line with a gap would wait for somebody who stands elsewhere."""
+
 LONELY = 3
 """Attempts alone in a shape that nobody else has, before it is given up for one that two hold."""
 
@@ -67,6 +71,19 @@ class Place:
     def expected(self) -> int:
         """Members of a full group under our key; 0 in the flat group."""
         return 0 if is_flat(self.shape) else self.shape.sides[axis_of(self.shape, self.round)]
+
+    def small(self, swarm: Swarm, schema: bytes) -> bool:
+        """A grid so small that everybody tells everybody where it stands."""
+        return not is_flat(self.shape) and len(swarm.live(schema)) <= TOLD
+
+    def unsettled(self, swarm: Swarm, schema: bytes) -> list[Heard]:
+        """Live peers still in an earlier round or without our grid: their next cell is not
+        known."""
+        return [
+            entry
+            for entry in swarm.live(schema)
+            if entry.record.shape != self.shape or entry.record.round < self.round
+        ]
 
     def meets(self, record: Record) -> bool:
         """May that peer be under our key now?"""

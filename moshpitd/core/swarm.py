@@ -49,6 +49,8 @@ class Swarm:
             return True
         newer = record.sequence > entry.record.sequence
         was_lost = entry.lost is not None
+        if record.round > entry.record.round:
+            entry.missed = 0  # it moves again
         if direct or newer:
             # A peer's own words hold whatever their number: it may have lost its counter in a
             # crash.
@@ -104,6 +106,15 @@ class Swarm:
             for entry in self.heard.values()
             if entry.lost is None and entry.record.schema == schema
         ]
+
+    def lines(self, members: dict[str, bool]) -> list[tuple[Record, float, str, str]]:
+        """(record, heard at, member | heard | lost, note) of everybody known."""
+        lines = []
+        for peer_id, entry in self.heard.items():
+            state = "member" if peer_id in members else "heard" if entry.lost is None else "lost"
+            note = entry.note or (entry.lost.value if entry.lost else "")
+            lines.append((entry.record, entry.heard_at, state, note))
+        return lines
 
     def round_number(self, own: int, shape: Shape, schema: bytes) -> int:
         """The upper median of the round numbers heard (our own among them) if that is ahead of

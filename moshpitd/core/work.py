@@ -118,6 +118,7 @@ class Conductor:
             self._caught_up(work, work.catch_up, now)
             return True
         if work.attempt is not None:
+            work.attempt.unsettled = self._unsettled()
             work.attempt.tick(now)
             self.state.collect(work.attempt.effects)
             if not work.attempt.over and work.catch_ups < CATCH_UPS and self.state.behind():
@@ -206,11 +207,15 @@ class Conductor:
         stale = [trainer for trainer, is_stale in self.state.trainers.items() if is_stale]
         if stale and self.state.caught_up and self.state.donor.version is not None:
             self.state.effects.append(LoadSnapshot(b"", self.state.donor.version, tuple(stale)))
+            if len(stale) == len(self.state.trainers):
+                # The trainer that held our last result died before it was copied.
+                self.state.presence.update(version=self.state.donor.version)
+                work.version_before = self.state.version
             for trainer in stale:
                 self.state.trainers[trainer] = False
             work.loaded = True
         if catch_up.failed is not None:
-            outcome = Outcome(Status.FAILED, catch_up.failed, _why(catch_up), accepted=False)
+            outcome = Outcome(Status.FAILED, catch_up.failed, catch_up.sentence(), accepted=False)
             self.finish(outcome, now)
         elif not work.calls:
             self.finish(
@@ -266,6 +271,12 @@ class Conductor:
                 self.state.presence.look_up(now)
         else:
             self.state.effects.append(Announce(key, record, self.state.params.ttl_s))
+            if self.state.place.small(self.state.swarm, record.schema):
+                for entry in self.state.swarm.live(record.schema):
+                    self.state.effects.append(
+                        Send(entry.record.peer_id, Hello(record, answer=True))
+                    )
+        attempt.unsettled = self._unsettled()
         attempt.start(now)
         self.state.collect(attempt.effects)
 
@@ -279,6 +290,13 @@ class Conductor:
                 continue  # one of another lineage is still worth asking: it may hold ours by now
             attempt.add(record, now, waited_for=entry.missed < MISSED)
 
+    def _unsettled(self) -> int:
+        place, schema = self.state.place, self.state.record.schema
+        if not place.small(self.state.swarm, schema):
+            return 1
+        late = place.unsettled(self.state.swarm, schema)
+        return sum(1 for entry in late if entry.missed < MISSED)
+
     def _attempted(self, work: Work, attempt: Attempt, now: float) -> None:
         """Matchmaking is over: a group, or nobody."""
         work.attempt = None
@@ -287,6 +305,9 @@ class Conductor:
         for peer_id in attempt.waited_in_vain() if now < work.deadline_at else []:
             entry = self.state.swarm.heard.get(peer_id)
             if entry is not None:
+                entry.missed += 1
+        if attempt.expected and now >= attempt.window_end:
+            for entry in self.state.place.unsettled(self.state.swarm, self.state.record.schema):
                 entry.missed += 1
         group = attempt.group
         if group is None:
@@ -476,8 +497,3 @@ def _for(call: ev.Contributed, outcome: Outcome) -> Outcome:
 
 def _badness(outcome: Outcome) -> int:
     return (Status.COMPLETE, Status.ALONE, Status.PARTIAL, Status.FAILED).index(outcome.status)
-
-
-def _why(catch_up: CatchUp) -> str:
-    tried = ", ".join(f"{peer} ({reason.value})" for peer, reason in catch_up.tried.items())
-    return f"our state is not the swarm's and no donor gave it: {tried or 'none was reachable'}"

@@ -9,7 +9,9 @@ sender of contributions and the reducer of results keep a residual e:
     e' = e                    `commit`, if it was not: nobody has seen c
 
 So x + e - e' = decode(payload) in every included round, and the sum of what was decoded differs
-from the sum of what was meant by the current e alone, however many rounds there were.
+from the sum of what was meant by the current e alone, however many rounds there were. What stays is
+a jitter of the size of e in each result (half a step of the codec), not a drift. e is bounded for
+codecs that promise a contraction, and for no others (`Codec.contraction`).
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ CODECS = ("float32", "float16", "bfloat16", "int8")
 FRESH_SWARMS = 60
 FLOATS = 300_000
 TOGETHER_S = 30.0
+PATIENT = {"averaging__window_s": 8.0, "averaging__answer_timeout_s": 4.0}
+"""A machine that stands still for a second must not look like a lost peer."""
 DOWN_S = 40.0
 JOINED_S = 10.0
 
@@ -83,13 +85,14 @@ async def test_the_first_round_of_every_fresh_swarm_is_right(codec: str) -> None
     about was a race: a stream that broke early looked like one that had ended.
     """
     generator = torch.Generator().manual_seed(60)
+    lossy = {"averaging__codec": codec, "averaging__allow_lossy": True}
     logging.disable(logging.CRITICAL)
     try:
         for turn in range(FRESH_SWARMS):
             values = [torch.randn(FLOATS, generator=generator) for _ in range(3)]
             tensors = [{"w": torch.zeros(FLOATS)} for _ in values]
             async with (
-                LocalSwarm(3, averaging__codec=codec, averaging__allow_lossy=True) as swarm,
+                LocalSwarm(3, **lossy, **PATIENT) as swarm,
                 trainers(swarm, "fresh", tensors) as sessions,
             ):
                 for own, value in zip(tensors, values, strict=True):

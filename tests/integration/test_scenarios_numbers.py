@@ -26,6 +26,8 @@ CODECS = ("float32", "float16", "bfloat16", "int8")
 ROUNDS = 100
 FLOATS = 300_000  # two parts
 SLOW = 3
+PATIENT = {"averaging__window_s": 8.0, "averaging__answer_timeout_s": 4.0}
+"""Nobody waits here; a machine that stands still for a second must not look like a lost peer."""
 
 _names = itertools.count()
 
@@ -42,7 +44,8 @@ def codec(request: pytest.FixtureRequest) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm(codec: str) -> AsyncIterator[LocalSwarm]:
-    async with LocalSwarm(3, averaging__codec=codec, averaging__allow_lossy=True) as running:
+    lossy = {"averaging__codec": codec, "averaging__allow_lossy": True}
+    async with LocalSwarm(3, **lossy, **PATIENT) as running:
         await running.add(network__up_mbps=1.0, network__down_mbps=1.0)
         await running.together()
         yield running
@@ -50,7 +53,7 @@ async def swarm(codec: str) -> AsyncIterator[LocalSwarm]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain() -> AsyncIterator[LocalSwarm]:
-    async with LocalSwarm(4) as running:
+    async with LocalSwarm(4, **PATIENT) as running:
         yield running
 
 
