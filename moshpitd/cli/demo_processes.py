@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,46 +45,52 @@ class DemoFailed(MoshpitError):
 
 @dataclass(slots=True)
 class Child:
-    """One process that leads a group of its own. What it prints is in `log`."""
+    """One process that leads a group of its own. What it prints is in `log`.
+
+    Invariant: it is collected only by `kill`, after its group: until then its pid, which is the
+    group's number, cannot come to mean somebody else.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
     expected_to_end: bool = False
+    _code: int | None = None
+    _collected: bool = False
 
     @property
     def code(self) -> int | None:
-        return self.process.poll()
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        if self._code is None:
+            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_PID, self.process.pid, look)
+            if ended is not None:
+                exited = ended.si_code == os.CLD_EXITED
+                self._code = ended.si_status if exited else -ended.si_status
+        return self._code
 
     def kill(self) -> None:
-        """SIGKILL to the whole group at once: what a reclaimed machine looks like."""
-        self.expected_to_end = True
-        self._signal_group(signal.SIGKILL)
-        self.process.wait()
+        """SIGKILL to the whole group at once: what a reclaimed machine looks like. Also for one
+        that has ended, because its own children may not have."""
+        if self._collected:
+            return
+        self.expected_to_end = self._collected = True
+        # On some systems a group of nothing but a dead leader may not be signalled.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._code = self.process.wait()
 
     def ask_to_leave(self) -> None:
         self.expected_to_end = True
-        if self.process.poll() is None:
-            self.process.terminate()
-
-    def end(self, until: float) -> None:
-        """Wait for it until then, and leave nothing of its group behind."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, until - time.monotonic()))
-        # The group keeps its number while any member lives, so this is still ours: a child of a
-        # daemon that was killed, or a daemon that does not stop.
-        self._signal_group(signal.SIGKILL)
-        self.process.wait()
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+        if self.code is None:
+            os.kill(self.process.pid, signal.SIGTERM)
 
 
 class Children:
     """Everything that the demo started. Invariant: what is alive of it is in `started`."""
 
-    def __init__(self) -> None:
+    def __init__(self, sockets: Path) -> None:
+        """`sockets`: the folder for what has to have a short name."""
         self.started: list[Child] = []
         # A checkout need not be installed, and one thread per process is enough for nine nodes on
         # two cores: torch's pools would only take turns.
@@ -93,6 +98,8 @@ class Children:
         self._environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith("MOSHPITD_")},
             "PYTHONPATH": os.pathsep.join(path),
+            # A daemon whose data directory is too deep for p2pd's sockets puts them in here.
+            "TMPDIR": str(sockets),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
         }
@@ -121,13 +128,10 @@ class Children:
             if child.code not in (None, 0) and not child.expected_to_end:
                 raise DemoFailed(f"{child.name} ended with {exit_words(child.code)}", (child.log,))
 
-    def end_all(self, patience_s: float) -> None:
-        """Ask all of them to leave, wait so long, end the rest by force."""
+    def kill_all(self) -> None:
+        """By force. Who shall leave in peace was asked before."""
         for child in self.started:
-            child.ask_to_leave()
-        until = time.monotonic() + patience_s
-        for child in self.started:
-            child.end(until)
+            child.kill()
 
 
 @dataclass(slots=True)

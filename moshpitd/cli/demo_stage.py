@@ -52,7 +52,7 @@ class Stage:
     def __init__(self, plan: Plan, folder: Path, sockets: Path, stories: list[Story]) -> None:
         self.plan, self.folder = plan, folder
         self.stories = stories
-        self.children = Children()
+        self.children = Children(sockets)
         ports = free_ports(2 * plan.peers)
         self.nodes = [
             Node(
@@ -95,8 +95,7 @@ class Stage:
         """End whatever is left, at once. Safe to call after anything."""
         for node in self.nodes:
             node.close()
-        for child in self.children.started:
-            child.kill()
+        self.children.kill_all()
 
     # -- acts -------------------------------------------------------------------------------------
 

@@ -62,7 +62,11 @@ class Place:
         live = swarm.live(schema)
         self._adopt(live, rng)
         self._propose(live, rng)
-        self.round = swarm.round_number(self.round, self.shape, schema)
+        heard = swarm.round_number(self.round, self.shape, schema)
+        # Within a sweep the others may just be done earlier than our line, which waits for us; out
+        # of step is who is a sweep behind, or found nobody where it was.
+        if self.lonely or heard - self.round >= len(self.shape.sides):
+            self.round = heard
         self._leave_shared_cell(live, rng, now)
 
     def key(self) -> str:
@@ -159,9 +163,11 @@ class Place:
         cells = prod(shape.sides)
         ids = sorted([self.me, *(entry.record.peer_id for entry in live)])
         settled = [e for e in live if e.record.shape == shape]
-        if len(ids) <= min(EVERYONE, cells) and len(settled) <= len(live) // 2:
-            self.coordinates = cell(ids.index(self.me), shape.sides)
-        else:  # the others have their cells already, or are too many to know: take a free one
+        taken = {entry.record.coordinates: True for entry in settled}
+        dealt = cell(ids.index(self.me), shape.sides)
+        if len(ids) <= min(EVERYONE, cells) and dealt not in taken:
+            self.coordinates = dealt  # those who deal at the same time deal the same way
+        else:  # somebody stands there already, or there are too many to know: take a free cell
             self.coordinates = self._free_cell(settled, rng)
 
     def _leave_shared_cell(self, live: list[Heard], rng: random.Random, now: float) -> None:

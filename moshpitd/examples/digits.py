@@ -212,8 +212,9 @@ def all_through(result: Result | None, together: int, finished: Tensor) -> bool:
     """Whether that average is the last one: complete, and all in it have made their steps.
 
     It is the same average for everybody, found without any further talk, because the mean of the
-    flags is 1 for all members of a group or for none. Who is through trains on until then: if it
-    stood still, the one step of a straggler would weigh more than all that the others know.
+    flags is 1 for all members of a group or for none (in a grid: as long as all sweep together).
+    Who is through trains on until then: if it stood still, the one step of a straggler would weigh
+    more than all that the others know.
     """
     if result is None or result.participants < together:
         return False
