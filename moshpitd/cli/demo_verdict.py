@@ -68,7 +68,7 @@ def report(played: Played) -> dict[str, Any]:
     return {
         "passed": all(check.passed for check in checks),
         "peers": [story.summary(index) for index, story in enumerate(played.stories)],
-        "grid": played.grid,
+        "grid": played.grid if len(played.sides) > 1 else [],
         "accuracy": {
             "swarm": _swarm(played),
             "swarm_each": [story.end.get("accuracy") for story in played.stories],
