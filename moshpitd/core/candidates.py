@@ -23,6 +23,10 @@ class Answer(Enum):
     LOST = auto()
 
 
+OPEN = (Answer.UNASKED, Answer.ASKED, Answer.LATER, Answer.ELSEWHERE)
+"""Answers after which a peer may still lead us."""
+
+
 @dataclass(slots=True)
 class Candidate:
     record: Record

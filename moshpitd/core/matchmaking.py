@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moshpitd.core.candidates import Answer, Candidate, Following, sentence
+from moshpitd.core.candidates import OPEN, Answer, Candidate, Following, sentence
 from moshpitd.core.effects import Effect, Send
 from moshpitd.core.group import form_group, group_id_of
 from moshpitd.core.messages import (
@@ -37,9 +37,6 @@ from moshpitd.core.soundness import outliers
 
 OF_AN_INVITE = 0
 """Attempt number that an Invite carries and its answers echo; those of Joins start at 1."""
-
-OPEN = (Answer.UNASKED, Answer.ASKED, Answer.LATER, Answer.ELSEWHERE)
-"""Answers after which a peer may still lead us."""
 
 ALIVE_S = 1.0
 """A waiting leader repeats Accepted this often, so a dead one is noticed in two of them."""
@@ -261,6 +258,7 @@ class Attempt:
         self.waiting[sender] = now + message.waits_s
         if self.following is not None:
             if self.following.leader != sender:
+                self._seen(sender)
                 self._send(sender, Redirect(self.key, message.attempt, self.following.leader))
             return
         if self.candidates[sender].answer in (
@@ -281,6 +279,8 @@ class Attempt:
     def _on_join(self, sender: str, message: Join, now: float) -> None:
         if self.following is not None:
             if self.following.leader != sender:
+                self.add(message.record, now)
+                self._seen(sender)
                 self._send(sender, Redirect(self.key, message.attempt, self.following.leader))
                 return
             if self.following.accepted or self.me.peer_id > sender:
@@ -349,7 +349,9 @@ class Attempt:
             self._mark(sender, Answer.LATER, None)
         if followed:
             self.following = None
-            if known is not None and known.answer not in (Answer.LOST, Answer.DECLINED):
+            if known is not None and (
+                known.answer not in (Answer.LOST, Answer.DECLINED) or known.reason is Reason.MOVED
+            ):  # one that was elsewhere when we asked is here now: its follower says so
                 self._join(leader, now)
                 return
         elif known is not None and known.answer in OPEN:
@@ -483,6 +485,13 @@ class Attempt:
 
     def _waits(self, now: float) -> float:
         return max(self.params.settle_s, self.window_end - now)
+
+    def _seen(self, peer_id: str) -> None:
+        """It stands under our key now. That it was under another one when we asked must not keep us
+        from following our leader to it."""
+        candidate = self.candidates[peer_id]
+        if candidate.answer in (Answer.DECLINED, Answer.LOST):
+            candidate.answer, candidate.reason = Answer.LATER, None
 
     def _joined(self) -> list[str]:
         return [p for p, c in self.candidates.items() if c.answer is Answer.JOINED]

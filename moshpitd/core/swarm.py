@@ -7,7 +7,7 @@ is believed further than two peers confirm it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
@@ -22,6 +22,7 @@ class Heard:
     record: Record
     heard_at: float
     direct_at: float = float("-inf")
+    stated_at: float = float("-inf")  # when it last said itself what stands in `record`
     lost: Reason | None = None
     missed: int = 0  # windows in a row that it was waited for in vain
     strikes: float = 0.0
@@ -45,7 +46,9 @@ class Swarm:
         if entry is None:
             if len(self.heard) >= self.params.max_candidates and not self._make_room(now):
                 return False
-            self.heard[record.peer_id] = Heard(record, now, now if direct else float("-inf"))
+            never = float("-inf")
+            at = now if direct else never
+            self.heard[record.peer_id] = Heard(record, now, direct_at=at, stated_at=at)
             return True
         newer = record.sequence > entry.record.sequence
         was_lost = entry.lost is not None
@@ -57,8 +60,15 @@ class Swarm:
             entry.record, entry.heard_at = record, now
             entry.lost = None
         if direct:
-            entry.direct_at = now
+            entry.direct_at = entry.stated_at = now
         return was_lost and entry.lost is None
+
+    def advanced(self, members: list[str], version: int) -> None:
+        """These peers were in a round with us: their records are older than what they hold now."""
+        for peer_id in members:
+            entry = self.heard.get(peer_id)
+            if entry is not None and entry.record.version < version:
+                entry.record = replace(entry.record, version=version)
 
     def alive(self, peer_id: str, now: float) -> None:
         """The peer spoke (a message without a record)."""
@@ -130,7 +140,7 @@ class Swarm:
         versions = [
             e.record.version
             for e in self.live(schema)
-            if same_lineage(e.record.lineage, lineage) and e.direct_at >= since
+            if same_lineage(e.record.lineage, lineage) and e.stated_at >= since
         ]
         return upper_median([own, *versions]), len(versions)
 

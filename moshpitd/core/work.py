@@ -207,10 +207,9 @@ class Conductor:
         stale = [trainer for trainer, is_stale in self.state.trainers.items() if is_stale]
         if stale and self.state.caught_up and self.state.donor.version is not None:
             self.state.effects.append(LoadSnapshot(b"", self.state.donor.version, tuple(stale)))
-            if len(stale) == len(self.state.trainers):
-                # The trainer that held our last result died before it was copied.
-                self.state.presence.update(version=self.state.donor.version)
-                work.version_before = self.state.version
+            # What they hold now is the donor copy, which may be older than our last round.
+            self.state.presence.update(version=self.state.donor.version)
+            work.version_before = self.state.version
             for trainer in stale:
                 self.state.trainers[trainer] = False
             work.loaded = True
@@ -301,7 +300,7 @@ class Conductor:
         """Matchmaking is over: a group, or nobody."""
         work.attempt = None
         self._end_phase(work, "matchmaking", now)
-        # A call that ended before its window says nothing about those it would have waited for.
+        # A call that ended before its window says nothing about whom it would have waited for.
         for peer_id in attempt.waited_in_vain() if now < work.deadline_at else []:
             entry = self.state.swarm.heard.get(peer_id)
             if entry is not None:
@@ -381,6 +380,7 @@ class Conductor:
         if outcome.accepted:
             work.accepted += 1
             version = 1 + max(member.version for member in group.members)
+            self.state.swarm.advanced([member.peer_id for member in group.members], version)
             self.state.presence.update(version=version)
             self.state.newcomer = False
             self.state.donor.witnesses = tuple(outcome.contributors)
@@ -422,6 +422,8 @@ class Conductor:
         for call in work.calls:
             if call.trainer in self.state.trainers and _for(call, outcome).accepted:
                 self.state.effects.append(RefreshSnapshot(self.state.version, call.trainer))
+                # In order: what is asked of the copy next meets the new one.
+                self.state.donor.holds(self.state.version, self.state.donor.witnesses)
                 return
 
     def _tell_everybody(self) -> None:
@@ -442,7 +444,7 @@ class Conductor:
         outcome = replace(
             outcome,
             rounds=work.rounds_done,
-            # Loaded values have to reach the trainer whatever followed.
+            # Loaded values have to reach the trainer in any case.
             accepted=outcome.accepted or work.loaded,
             loaded_snapshot=work.loaded,
             seconds=tuple(work.seconds.items()),
