@@ -143,8 +143,7 @@ class Conductor:
 
     def start(self, work: Work, now: float) -> None:
         stale = any(self.state.trainers.get(call.trainer) for call in work.calls)
-        # A trainer that has not loaded our state yet holds another start: it gets the result and
-        # adds nothing to it.
+        # A trainer that has yet to load our state holds another start: it adds nothing to the result.
         work.calls = [
             replace(c, weight=0) if self.state.trainers.get(c.trainer) else c for c in work.calls
         ]
