@@ -143,7 +143,7 @@ class Conductor:
 
     def start(self, work: Work, now: float) -> None:
         stale = any(self.state.trainers.get(call.trainer) for call in work.calls)
-        # A trainer that has yet to load our state holds another start: it adds nothing to the result.
+        # A trainer that has yet to load our state holds another start and adds nothing.
         work.calls = [
             replace(c, weight=0) if self.state.trainers.get(c.trainer) else c for c in work.calls
         ]

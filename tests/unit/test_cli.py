@@ -18,7 +18,7 @@ from moshpitd.cli import output
 from moshpitd.cli.main import app, exit_code
 from moshpitd.errors import ConfigError, DaemonUnavailable, InternalError, TrainerError
 
-VERBS = ("run", "status", "peers", "rounds", "drain", "version")
+VERBS = ("run", "status", "peers", "rounds", "drain", "demo", "version")
 MOSHPITD = (sys.executable, "-c", "from moshpitd.cli.main import app; app(prog_name='moshpitd')")
 
 
