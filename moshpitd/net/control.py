@@ -34,7 +34,6 @@ from moshpitd.net.directory import Directory, SignedRecords
 from moshpitd.net.identity import Identity
 from moshpitd.net.messenger import MESSAGE_HANDLER, SEND_TIMEOUT_S, Messenger, OnMessage
 from moshpitd.net.p2pd import P2pd, P2pdFolder, P2pdOptions, port_of
-from moshpitd.net.reach import join_strings
 from moshpitd.net.tls import Credentials, probe
 
 log = logging.getLogger(__name__)
@@ -362,10 +361,6 @@ class Control:
     def visible_addresses(self) -> list[str]:
         """Multiaddrs with our PeerID at which p2pd says that it can be dialled."""
         return list(self._visible)
-
-    def join_strings(self) -> list[str]:
-        """Those that a daemon on another host can use as a bootstrap address; may be empty."""
-        return join_strings(self._visible)
 
     def _live(self) -> P2pd:
         if self._p2pd is None:
