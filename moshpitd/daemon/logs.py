@@ -97,12 +97,22 @@ def log_note(logger: logging.Logger, run: str, note: Note) -> None:
     logger.log(level, "%s", note.what, extra={_FIELDS: values}, stacklevel=2)
 
 
+_LEVELS = {
+    getattr(logging, name): name for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+}
+
+
+def _level(record: logging.LogRecord) -> str:
+    """The standard name: importing hivemind renames WARNING to WARN for the whole process."""
+    return _LEVELS.get(record.levelno, record.levelname)
+
+
 class TextLines(logging.Formatter):
     """`2026-01-31 12:00:00.123 INFO  round_ended run=digits outcome=complete`"""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
-        words = [stamp, f"{record.levelname:<7}", _one_line(record.getMessage(), MAX_MESSAGE)]
+        words = [stamp, f"{_level(record):<7}", _one_line(record.getMessage(), MAX_MESSAGE)]
         words += [f"{key}={_quoted(value)}" for key, value in _fields(record).items()]
         trace = _trace(self, record)
         return " ".join(words) + (f" trace={_quoted(trace, MAX_TRACE)}" if trace else "")
@@ -114,7 +124,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
+            "level": _level(record).lower(),
             "logger": record.name,
             "event": _cut(record.getMessage(), MAX_MESSAGE),
         }

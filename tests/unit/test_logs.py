@@ -148,3 +148,13 @@ def test_notes_are_events_with_their_fields() -> None:
 
 def test_every_level_is_of_a_note_that_exists() -> None:
     assert logs.NOTE_LEVELS.keys() <= NOTES.keys()
+
+
+def test_a_library_that_renames_a_level_does_not_rename_ours() -> None:
+    logging.addLevelName(logging.WARNING, "WARN")  # what importing hivemind does
+    try:
+        record = logging.LogRecord("a", logging.WARNING, __file__, 1, "late", None, None)
+        assert " WARNING late" in logs.TextLines().format(record)
+        assert json.loads(logs.JsonLines().format(record))["level"] == "warning"
+    finally:
+        logging.addLevelName(logging.WARNING, "WARNING")
