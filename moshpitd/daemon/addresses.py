@@ -130,11 +130,11 @@ def address_warnings(
     return sorted(findings, key=lambda finding: not finding.fatal)
 
 
-def join_string(addresses: Sequence[str], *, listen: Sequence[str] = ()) -> str:
+def join_string(addresses: Sequence[str]) -> str:
     """The command with which another host joins through us; "" when it could use no address.
 
-    `addresses` are our control addresses with /p2p/, `listen` what the operator asked for. A
-    loopback address is only offered when everything in `listen` is loopback, and then says so.
+    `addresses` are our control addresses with /p2p/. Loopback is never offered, not even marked as
+    such: lines like this one are copied to other hosts. `status` shows all addresses.
     """
     usable = [
         address
@@ -142,12 +142,7 @@ def join_string(addresses: Sequence[str], *, listen: Sequence[str] = ()) -> str:
         if address.peer_id and not _undialable(address) and not _needs_zone(address.host)
     ]
     far = sorted((a for a in usable if not is_loopback(a.host)), key=_closeness)
-    if far:
-        return _command(far[:MAX_JOIN_ADDRESSES])
-    asked = list(_parsed(listen))
-    if usable and asked and all(is_loopback(address.host) for address in asked):
-        return f"{_command(usable[:1])}  # this machine only"
-    return ""
+    return _command(far[:MAX_JOIN_ADDRESSES]) if far else ""
 
 
 def is_loopback(host: str) -> bool:

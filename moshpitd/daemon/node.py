@@ -322,7 +322,7 @@ class Node:
             "draining": self.draining.is_set(),
             "swarm_peers": network.swarm_peers if network is not None else 1,
             "addresses": addresses,
-            "join": join_string(addresses, listen=self.settings.network.listen),
+            "join": join_string(addresses),
             "bootstrap": [
                 {"address": address, "state": state}
                 for address, state in (network.bootstrap() if network is not None else ())

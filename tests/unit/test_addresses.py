@@ -205,14 +205,10 @@ def test_a_join_string_names_addresses_that_others_can_use() -> None:
     ],
 )
 def test_a_join_string_that_nobody_could_use_is_not_made(addresses: list[str]) -> None:
-    assert join_string(addresses, listen=["/ip4/0.0.0.0/tcp/31337"]) == ""
+    assert join_string(addresses) == ""
 
 
-def test_a_loopback_join_string_only_when_loopback_was_asked_for_and_marked() -> None:
-    line = join_string([HERE], listen=["/ip4/127.0.0.1/tcp/0"])
-    assert line == f"moshpitd run --bootstrap {HERE}  # this machine only"
-    both = ["/ip4/127.0.0.1/tcp/0", "/ip4/0.0.0.0/tcp/0"]
-    assert join_string([HERE], listen=both) == ""
+def test_a_loopback_join_string_is_never_made() -> None:
     assert join_string([HERE]) == ""
 
 
