@@ -330,7 +330,7 @@ def measure(systems: Sequence[System], rounds: int) -> list[dict[str, Any]]:
 
 def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start everything, measure, end everything."""
-    children = Children()
+    children = Children(folder)
     opened: list[Ours | Hivemind] = []
     try:
         ours = Ours(children, folder, options.peers, synced=options.synced)

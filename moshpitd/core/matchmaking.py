@@ -97,9 +97,11 @@ class Attempt:
         if known is None:
             self.candidates[record.peer_id] = Candidate(record, waited_for=waited_for)
         else:
+            # One that was in an earlier round when we asked declined as moved; it may be here now.
+            moved = known.reason is Reason.MOVED and record.round > known.record.round
             known.record = record
-            if known.answer is Answer.LOST:
-                known.answer = Answer.UNASKED
+            if known.answer is Answer.LOST or (known.answer is Answer.DECLINED and moved):
+                known.answer, known.reason = Answer.UNASKED, None
 
     def found(self, now: float, *, look_up_took: float) -> None:
         """The directory has answered. Peers that announced while we looked up reach us within one
@@ -244,11 +246,9 @@ class Attempt:
         return self.following is None
 
     def sentence(self) -> str:
-        """Why nobody was there, for people."""
         return sentence(self.candidates.values())
 
     def waited_in_vain(self) -> list[str]:
-        """Peers whose Later was not followed by a Join."""
         return [p for p, c in self.candidates.items() if c.answer is Answer.LATER]
 
     # -- answers
