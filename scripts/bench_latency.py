@@ -224,7 +224,8 @@ class Hivemind:
                 stderr=log,
                 start_new_session=True,
             )
-        children.started.append(Child("hivemind", self._process, self._log))
+        self._child = Child("hivemind", self._process, self._log)
+        children.started.append(self._child)
 
     def start(self) -> None:
         self._line()
@@ -242,10 +243,9 @@ class Hivemind:
         stdin = self._process.stdin
         assert stdin is not None
         stdin.close()
-        try:
-            self._process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            return  # by force, then
+        deadline = time.monotonic() + LEAVE_S
+        while self._child.code is None and time.monotonic() < deadline:
+            time.sleep(0.05)  # what is left after it is ended by force, with everybody else
 
     def _line(self) -> dict[str, Any]:
         stdout = self._process.stdout
@@ -345,7 +345,7 @@ def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for system in opened:
                 system.close()
         finally:
-            children.end_all(LEAVE_S)
+            end(children)
     return {
         "peers": options.peers,
         "numel": NUMEL,
@@ -354,6 +354,16 @@ def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "results": results,
         "ratios": ratios(results),
     }
+
+
+def end(children: Children) -> None:
+    """Let everybody leave in order, then kill what has not."""
+    for child in children.started:
+        child.ask_to_leave()
+    deadline = time.monotonic() + LEAVE_S
+    while time.monotonic() < deadline and any(one.code is None for one in children.started):
+        time.sleep(0.05)
+    children.kill_all()
 
 
 def main() -> int:
