@@ -11,6 +11,7 @@ only through `local.LocalValues`.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,6 +59,7 @@ class Round:
         scratch: Scratch,
         post: Callable[[Event], None],
         drop: Callable[[str], None],
+        timed: Callable[[str, str, float], None],
     ) -> None:
         if len(opened.reducers) != len(layout.parts):
             raise LocalProtocolError(
@@ -74,6 +76,7 @@ class Round:
         self._weight = opened.weight
         self._post_event = post
         self._drop = drop
+        self._timed = timed
         self._indices = {member.peer_id: i for i, member in enumerate(self.group.members)}
         self._codecs = {r.dtype: codec_for(self.group.codec, r.dtype) for r in layout.regions}
         self._local = LocalValues(
@@ -129,7 +132,10 @@ class Round:
             size = 0
             if failure is None:
                 try:
-                    size = codec.encode(self._local.contribution(part), tensor_of(room))
+                    values = self._local.contribution(part)
+                    began = time.perf_counter()
+                    size = codec.encode(values, tensor_of(room))
+                    self._timed(codec.name, "encode", time.perf_counter() - began)
                     failure = self._local.unusable()
                 except Exception as error:  # any failure of a codec costs this part, not the link
                     failure = _encode_failure(codec, error)
@@ -214,7 +220,9 @@ class Round:
                 values = typed(raw, part.dtype)  # raw bytes are values already; bools are checked
             else:
                 values = self._scratch.take("decoded", numel=part.numel, dtype=part.dtype)
+                began = time.perf_counter()
                 codec.decode(raw, values)
+                self._timed(codec.name, "decode", time.perf_counter() - began)
         except Exception as error:  # whatever a payload does to a codec, it is the sender's
             return raw, (Reason.CODEC, f"{codec.name}: {error}")
         bad = first_nonfinite(values)
@@ -262,7 +270,9 @@ class Round:
         values = self._scratch.take("mean", numel=part.numel, dtype=part.dtype)
         accumulator.mean(values)
         try:
+            began = time.perf_counter()
             codec.encode(values, payload)
+            self._timed(codec.name, "encode", time.perf_counter() - began)
             if codec is not RAW:
                 # All members must hold the same bits, so we take what the others will decode.
                 codec.decode(payload, values)

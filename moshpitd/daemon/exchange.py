@@ -80,11 +80,19 @@ class Exchange:
     """Invariant: a bucket's file goes when its trainer and the last round that uses it are through.
     `dropped` counts frames that led to no event, by reason."""
 
-    def __init__(self, peer_id: str, post: Callable[[str, Event], None]) -> None:
-        """`post(run, event)` is called from any thread and must not block."""
+    def __init__(
+        self,
+        peer_id: str,
+        post: Callable[[str, Event], None],
+        *,
+        timed: Callable[[str, str, float], None] = lambda codec, op, seconds: None,
+    ) -> None:
+        """`post(run, event)` is called from any thread and must not block, and so is
+        `timed(codec, "encode" or "decode", seconds)`."""
         self.peer_id = peer_id
         self.dropped: Counter[str] = Counter()
         self._post = post
+        self._timed = timed
         self._links: Links | None = None
         self._pacer: Pacer | None = None
         self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
@@ -256,6 +264,7 @@ class Exchange:
                 scratch=self._scratch,
                 post=partial(self._post, run.name),
                 drop=self._drop,
+                timed=self._timed,
             )
         except ConfigError as error:  # the group, made elsewhere, names a codec we do not have
             log.error("run %s: a round cannot be opened: %s", run.name, error)

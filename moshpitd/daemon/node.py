@@ -98,7 +98,7 @@ class Node:
         stale = partial(sweep, paths.buffers_dir, data_dir=paths.data_dir)
         for path in await self.in_thread(stale):
             log_event(log, logging.INFO, "removed a bucket of a dead daemon", path=path)
-        self._exchange = Exchange(self.peer_id, self._post)
+        self._exchange = Exchange(self.peer_id, self._post, timed=self.metrics.add_codec_seconds)
         self._network = Network(
             settings, identity, self._exchange, self.runs, conflict=self._conflict
         )
@@ -276,6 +276,9 @@ class Node:
             sent, received = line.bytes_sent, line.bytes_received
             self._bytes = (self._bytes[0] + sent, self._bytes[1] + received)
             self.metrics.add_bytes(run, sent=sent, received=received, kind="part")
+            busy_s = line.phases.get("exchange", 0.0)
+            if busy_s > 0:
+                self.metrics.set_link_rates(sent=sent / busy_s, received=received / busy_s)
 
     def _post(self, run: str, event: Event) -> None:
         """From any thread."""

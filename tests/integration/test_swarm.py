@@ -331,3 +331,23 @@ async def test_status_peers_and_rounds_tell_what_happened(swarm: LocalSwarm, run
     await until(
         lambda: not swarm.node(0).runs[run].trainers, timeout_s=2, what="the trainer is gone"
     )
+
+
+async def test_a_round_is_seen_in_the_metrics(swarm: LocalSwarm, run: str) -> None:
+    """What a dashboard shows of it: outcome, bytes, seconds in the codec, rate of the links."""
+    async with trainers(swarm, run, [numbers(i) for i in range(2)]) as sessions:
+        await average(swarm, sessions, [1, 1])
+    lines = swarm.nodes[0].metrics.render().decode().splitlines()
+    told: dict[str, float] = {}
+    for line in lines:
+        name, _, value = line.rpartition(" ")
+        if name and not line.startswith("#"):
+            kind = name.split("{")[0]
+            told[kind] = max(told.get(kind, 0.0), float(value))
+    for name in (
+        "moshpit_rounds_total",
+        "moshpit_bytes_total",
+        "moshpit_codec_seconds_total",
+        "moshpit_link_bytes_per_second",
+    ):
+        assert told[name] > 0, name
