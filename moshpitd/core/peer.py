@@ -368,13 +368,9 @@ class Peer:
     def _hear(self, record: Record, now: float, *, direct: bool) -> None:
         if self.state.swarm.hear(record, now, direct=direct):
             self.state.note("peer_heard", record.peer_id)
-            if (
-                not direct
-                and self.state.presence.present
-                and record.schema == self.state.record.schema
-            ):
+            if not direct and self.state.presence.present:
                 # A look-up told us of it; this tells it of us, so that both sides know each other
-                # at once.
+                # at once, also one with another schema, which is to be told apart by both.
                 self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
         attempt = self.conductor.work.attempt if self.conductor.work is not None else None
         place = self.state.place
