@@ -191,11 +191,6 @@ class Round:
             self._exclude(index, reason)
             self._settle(now)
 
-    def withdraw(self, reason: Reason, now: float) -> None:
-        """Our contribution will not come any more (beyond what was delivered)."""
-        if self.finished is None:
-            self._tell(Without(self.group.group_id, reason))
-
     def tick(self, now: float) -> None:
         if self.finished is not None:
             return

@@ -92,7 +92,7 @@ class Attempt:
         self._decide(now)
 
     def add(self, record: Record, now: float, *, waited_for: bool = True) -> None:
-        """A peer that may meet us under this key. Call `decide` when all are added."""
+        """A peer that may meet us under this key."""
         known = self.candidates.get(record.peer_id)
         if known is None:
             self.candidates[record.peer_id] = Candidate(record, waited_for=waited_for)
@@ -108,9 +108,6 @@ class Attempt:
         more look-up."""
         self.looked_up = True
         self.settle_until = now + max(self.params.settle_s, look_up_took)
-        self._decide(now)
-
-    def decide(self, now: float) -> None:
         self._decide(now)
 
     def receive(self, sender: str, message: Message, now: float) -> None:
