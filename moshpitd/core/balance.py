@@ -3,6 +3,8 @@ computes the same answer."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 
 
@@ -56,3 +58,29 @@ def assign_reducers(part_sizes: Sequence[int], bandwidths: Sequence[float]) -> t
         loads[best] += cost
         reducers.append(best)
     return tuple(reducers)
+
+
+def succession(
+    group_id: bytes, part: int, bandwidths: Sequence[float], shares: Sequence[float], *, first: int
+) -> tuple[int, ...]:
+    """Who reduces the part in epoch 0, 1, 2 ...: an order of all members that all of them know.
+
+    `first` is its reducer by assignment. Then come those with a share, by weighted rendezvous
+    hashing, so that the parts of a dead reducer spread over the survivors in proportion (whoever is
+    skipped because it is dead too leaves its parts to the rest in proportion again). Last those
+    that reduce nothing by choice: when all others are dead a slow or undialable member is still
+    right for its own values.
+    """
+    ranked = []
+    for member, share in enumerate(shares):
+        if member == first:
+            continue
+        if not share > 0:
+            ranked.append((1, -bandwidths[member], member))
+            continue
+        drawn = hashlib.blake2b(
+            group_id + part.to_bytes(4, "big") + member.to_bytes(2, "big"), digest_size=8
+        ).digest()
+        uniform = (int.from_bytes(drawn, "big") + 1) / 2.0**64  # in (0, 1]
+        ranked.append((0, -math.log(uniform) / share, member))
+    return (first, *(member for _, _, member in sorted(ranked)))

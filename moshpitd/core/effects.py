@@ -74,6 +74,38 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True)
+class Bar:
+    """From now on nothing below `epoch` touches these parts: no result, no contribution, and no
+    average of ours that is not in place yet. Answer `Barred` with what is in place."""
+
+    group_id: bytes
+    epoch: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Send the results in our bucket to member `to`, as values and under `epoch`, each with who is
+    inside and its payload's crc32 (frames of kind HANDOVER)."""
+
+    group_id: bytes
+    to: int
+    parts: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """We asked member `sender` to hand these parts over: what it sends under `epoch` replaces what
+    is in place, whoever reduces the parts."""
+
+    group_id: bytes
+    sender: int
+    parts: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The round is over for us: free accumulators, payloads and queued pushes of this group."""
 
@@ -185,6 +217,9 @@ Effect: TypeAlias = (
     | Open
     | Push
     | Average
+    | Bar
+    | HandOver
+    | Await
     | Close
     | FetchSnapshot
     | PushSnapshot

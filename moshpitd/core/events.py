@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from moshpitd.core.messages import Message, Record
+from moshpitd.core.messages import Held, Message, Record
 from moshpitd.core.outcome import OnPartial, Reason
 
 
@@ -132,6 +132,7 @@ class PartRefused:
     reason: Reason
     detail: str = ""
     result: bool = False
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,25 @@ class ResultArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Barred:
+    """The answer to `Bar`: nothing below `epoch` touches these parts any more, and this is what
+    their buckets hold. Parts that were barred at a higher epoch before are left out."""
+
+    group_id: bytes
+    epoch: int
+    parts: tuple[int, ...]
+    held: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkHeard:
+    """Bytes came from `peer` since this was last said; told every fraction of a second while a
+    round with it is open (links are pinged meanwhile, so a live one is never quiet)."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class PartFailed:
     """Our own work on a part failed (codec, modified bucket): as its reducer (`result`) or as its
     sender."""
@@ -168,6 +188,7 @@ class PartFailed:
     reason: Reason
     detail: str = ""
     result: bool = False
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +281,8 @@ Event: TypeAlias = (
     | PartRefused
     | Averaged
     | ResultArrived
+    | Barred
+    | LinkHeard
     | PartFailed
     | SnapshotArrived
     | SnapshotProgressed

@@ -205,11 +205,82 @@ class NoResult:
 @dataclass(frozen=True, slots=True)
 class Parity:
     """My last message: a digest over the crc32 of every part's payload. From here on I need nothing
-    more of you."""
+    more of you, unless the digests differ."""
 
     group_id: bytes
     digest: bytes
     without_result: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """I have no result of these parts and expect none from `reducer`, for `reason`. You are the
+    next in their order that I believe alive: take them over, at `epoch` or later."""
+
+    group_id: bytes
+    reducer: int
+    reason: Reason
+    epoch: int
+    parts: tuple[int, ...] = field(metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """I reduce these parts from `epoch` on. Promise to take no result of a lower epoch for them,
+    and say which you hold."""
+
+    group_id: bytes
+    epoch: int
+    parts: tuple[int, ...] = field(metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A result that a member holds: its epoch, who is inside (a bit mask), its payload's crc32."""
+
+    part: int
+    epoch: int
+    contributors: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """I take no result below `epoch` for `parts` any more; of those I hold `held`, of the others
+    none. Parts of a TakeOver that are not named here I promised to a higher epoch."""
+
+    group_id: bytes
+    epoch: int
+    parts: tuple[int, ...] = field(metadata={"max": 65536})
+    held: tuple[Held, ...] = field(default=(), metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Nobody holds a result of these parts: push your contributions to me, in `epoch`."""
+
+    group_id: bytes
+    epoch: int
+    parts: tuple[int, ...] = field(metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class Resend:
+    """Hand the results of these parts that you hold over to me; I call them `epoch`."""
+
+    group_id: bytes
+    epoch: int
+    parts: tuple[int, ...] = field(metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class Crcs:
+    """Our digests differ: the crc32 of each of my parts from `first` on, 4 bytes each, big endian,
+    0 for a part without a result."""
+
+    group_id: bytes
+    first: int
+    crcs: bytes
 
 
 # -- snapshots
@@ -301,6 +372,12 @@ Message: TypeAlias = (
     | DigestReply
     | Hello
     | Goodbye
+    | Missing
+    | TakeOver
+    | Promise
+    | Again
+    | Resend
+    | Crcs
 )
 
 # The position is the kind on the wire: append only.
@@ -324,4 +401,10 @@ MESSAGES: tuple[type, ...] = (
     DigestReply,
     Hello,
     Goodbye,
+    Missing,
+    TakeOver,
+    Promise,
+    Again,
+    Resend,
+    Crcs,
 )

@@ -24,13 +24,16 @@ HEADER_BYTES = _LAYOUT.size
 
 
 class FrameKind(IntEnum):
-    """What a frame carries. The first three belong to the caller, the others to the links
+    """What a frame carries. The first four belong to the caller, the others to the links
     themselves.
     """
 
     CONTRIBUTION = 1
     RESULT = 2
     SNAPSHOT = 3
+    # A result in raw values from a bucket: 8 bytes with the crc32 of the payload it was made from,
+    # then the values.
+    HANDOVER = 4
     # First frame in both directions; its payload is the PeerID that the sender believes it talks
     # to.
     HELLO = 16
@@ -41,7 +44,9 @@ class FrameKind(IntEnum):
     PONG = 19
 
 
-CALLER_KINDS = frozenset({FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.SNAPSHOT})
+CALLER_KINDS = frozenset(
+    {FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.SNAPSHOT, FrameKind.HANDOVER}
+)
 
 
 @dataclass(frozen=True, slots=True)
