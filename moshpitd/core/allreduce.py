@@ -3,9 +3,9 @@
 Every part has one reducer. Senders push their contribution to it; when it has those of all senders
 that can still come it closes the part, and pushes the average to all members. Whole parts only: a
 contribution is in a part or not. A sender that dies or falls silent is left out of the parts it has
-not finished; a reducer that does leaves its parts without a result, and those keep local values.
-When a member has all it can get it says so with `Parity`, and the round ends for it when it has
-heard everybody's.
+not finished; a reducer that does is followed by the next in the part's order (`takeover`). When a
+member has all it can get it says so with `Parity`, and the round ends for it when it has heard
+everybody's and they hold the same bits (`comparison`).
 
 One rule: the core decides *when* a part is closed; *who* is in it is what the data plane reports
 (`Averaged`), because a contribution may land between the two.
@@ -13,29 +13,49 @@ One rule: the core decides *when* a part is closed; *who* is in it is what the d
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moshpitd.core.balance import assign_reducers
-from moshpitd.core.effects import Average, Close, Effect, Note, Open, Push, Send
+from moshpitd.core.comparison import Comparison
+from moshpitd.core.effects import Close, Effect, Open
 from moshpitd.core.events import (
     Averaged,
+    Barred,
     LinkLost,
+    Listened,
     PartArrived,
     PartFailed,
     PartRefused,
     ResultArrived,
 )
-from moshpitd.core.messages import Group, Message, NoResult, NotMember, Parity, Without
+from moshpitd.core.lingering import Lingering
+from moshpitd.core.messages import (
+    Again,
+    Crcs,
+    Group,
+    Held,
+    Message,
+    Missing,
+    NoResult,
+    NotMember,
+    Parity,
+    Promise,
+    Resend,
+    TakeOver,
+    Without,
+)
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
-from moshpitd.core.verdict import Lane, bits_of, inside_all, verdict
+from moshpitd.core.quiet import Quiet
+from moshpitd.core.standing import Standing
+from moshpitd.core.succession import Succession, bandwidths_of
+from moshpitd.core.takeover import Takeovers
+from moshpitd.core.verdict import Lane, inside_all, verdict
 
 
 @dataclass(slots=True)
 class Round:
-    """Invariant: every part is open, or has a result, or is without one for a stated reason; the
-    counters in `lanes` equal the open bits in `awaiting` and the missing results."""
+    """Invariant: until `finished` is set the round waits for something that has a deadline."""
 
     params: Params
     group: Group
@@ -45,105 +65,96 @@ class Round:
     late: tuple[str, ...]
     started: float
     deadline_at: float
+    quiet: Quiet
     index: int = -1
-    reducers: tuple[int, ...] = ()
-    lanes: list[Lane] = field(default_factory=list)
-    awaiting: dict[int, int] = field(
-        default_factory=dict
-    )  # my open parts -> bitmask of senders still expected
-    closing: dict[int, bool] = field(default_factory=dict)  # my parts handed to the data plane
-    contributors: dict[int, int] = field(default_factory=dict)  # parts with a result -> bitmask
-    crcs: dict[int, int] = field(default_factory=dict)
-    without: dict[int, Reason] = field(default_factory=dict)
-    missing: int = 0  # parts that are neither in `contributors` nor in `without`
-    details: list[str] = field(default_factory=list)
+    listened_at: float | None = None  # when the data plane last said whom it heard
     parity_sent_at: float | None = None
     finished: Outcome | None = None
-    linger_until: float | None = None
+    lingering: Lingering | None = None
     expired: bool = False
-    effects: list[Effect] = field(default_factory=list)
+    opened: bool = False
+    st: Standing = field(init=False)
+    takeovers: Takeovers = field(init=False)
+    comparison: Comparison = field(init=False)
+
+    def __post_init__(self) -> None:
+        members = self.group.members
+        self.index = next(i for i, member in enumerate(members) if member.peer_id == self.me)
+        reducers = assign_reducers(self.part_sizes, bandwidths_of(members))
+        self.st = Standing(
+            params=self.params,
+            group=self.group,
+            index=self.index,
+            reducers=reducers,
+            succession=Succession(self.group, reducers),
+            lanes=[Lane(self.started, self.started) for _ in members],
+            missing=len(reducers),
+            now=self.started,
+            now_reduces=list(reducers),
+        )
+        self.takeovers = Takeovers(self.st)
+        self.comparison = Comparison(self.st)
+
+    @property
+    def effects(self) -> list[Effect]:
+        return self.st.effects
 
     # -- what drives it
 
     def start(self, now: float) -> None:
-        members = self.group.members
-        self.index = next(i for i, member in enumerate(members) if member.peer_id == self.me)
-        self.lanes = [Lane(now) for _ in members]
-        self.missing = len(self.part_sizes)
+        st, members = self.st, self.group.members
         if not any(member.weight > 0 for member in members):
-            self._end(
-                now,
-                Outcome(Status.FAILED, Reason.NO_CONTRIBUTORS, "all weights are 0", accepted=False),
-            )
+            self._fail(Reason.NO_CONTRIBUTORS, "all weights are 0")
             return
-        rates = [min(m.up_mbps, m.down_mbps) if m.addresses else 0.0 for m in members]
-        self.reducers = assign_reducers(self.part_sizes, rates)
-        if not self.reducers and self.part_sizes:
-            self._end(
-                now,
-                Outcome(
-                    Status.FAILED, Reason.NO_REDUCER, "no member can be dialled", accepted=False
-                ),
-            )
+        if self.part_sizes and not st.reducers:
+            self._fail(Reason.NO_REDUCER, "no member can be dialled")
             return
-        self.effects.append(
-            Open(
-                self.group,
-                self.index,
-                self.reducers,
-                self.trainers,
-                self.late,
-                members[self.index].weight,
-            )
-        )
+        own = members[self.index].weight
+        opening = Open(self.group, self.index, st.reducers, self.trainers, self.late, own)
+        st.effects.append(opening)
+        self.opened = bool(st.reducers)
         others = sum(1 << i for i, m in enumerate(members) if i != self.index and m.weight > 0)
-        for part, reducer in enumerate(self.reducers):
+        mine: list[int] = []
+        parts_of: list[list[int]] = [[] for _ in members]
+        for part, reducer in enumerate(st.reducers):
+            parts_of[reducer].append(part)
             if reducer == self.index:
-                self.awaiting[part] = others
+                mine.append(part)
             else:
-                self.lanes[reducer].owes_results += 1
-        for i in bits_of(others):
-            self.lanes[i].owes_parts = len(self.awaiting)
-        if members[self.index].weight > 0:
-            for step in range(1, len(members)):
-                # Everybody starts with its right-hand neighbour, so no reducer is flooded by all at
-                # once.
-                to = (self.index + step) % len(members)
-                parts = tuple(part for part, reducer in enumerate(self.reducers) if reducer == to)
-                if parts:
-                    self.effects.append(Push(self.group.group_id, to, parts, result=False))
-        if not others:
-            for part in list(self.awaiting):
-                self._average(part)
+                st.lanes[reducer].owes_results += 1
+        if own > 0:
+            for to in st.others():
+                st.push(to, tuple(parts_of[to]), result=False)
+        for part in mine:
+            st.collect(part, others)
         self._settle(now)
 
     def handle(self, event: object, now: float) -> None:
         """A data-plane event of this group."""
         if self.finished is not None:
             return
+        st = self.st
+        st.now = now
         match event:
             case PartArrived():
                 self._touch(event.sender, now)
-                self._clear(event.part, event.sender)
+                if event.epoch == st.epoch(event.part):
+                    st.clear(event.part, event.sender)
             case PartRefused():
                 self._on_refused(event)
             case Averaged():
-                self._on_averaged(event, now)
+                self._on_averaged(event)
             case ResultArrived():
                 self._touch(event.sender, now)
-                if self._open_result(event.part, event.sender):
-                    self.lanes[event.sender].owes_results -= 1
-                    self._result(event.part, event.contributors, event.crc)
-                elif event.part in self.without and self.reducers[event.part] == event.sender:
-                    # Its reducer was given up while the result was on its way. It is in the bucket
-                    # now, so it counts: what is reported and what is held must not differ.
-                    del self.without[event.part]
-                    self.missing += 1
-                    self._result(event.part, event.contributors, event.crc)
+                self._on_result(event)
             case PartFailed():
                 self._on_failed(event)
+            case Barred():
+                self.takeovers.barred(event)
+            case Listened():
+                self._on_listened(event, now)
             case LinkLost():
-                index = self._index_of(event.peer)
+                index = st.index_of(event.peer)
                 if index is not None:
                     self._exclude(index, event.reason)
             case _:
@@ -152,50 +163,64 @@ class Round:
 
     def receive(self, sender: str, message: Message, now: float) -> None:
         """A control message of this group; anything from outside the group is ignored."""
-        index = self._index_of(sender)
-        if index is None or self.finished is not None:
+        st = self.st
+        index = st.index_of(sender)
+        if index is None or index == self.index or self.finished is not None:
             return
+        if st.lanes[index].gone is not None and not isinstance(message, NotMember):
+            return  # it is out, and what it wants done now would be done for nobody
+        st.now = now
         self._touch(index, now)
         match message:
             case NotMember():
-                named = self._index_of(message.peer_id)
-                # Only the peer itself, or the leader that could not reach it, may say so.
-                if (
-                    named is not None
-                    and named != self.index
-                    and sender in (message.peer_id, self.group.leader)
-                ):
-                    self._exclude(named, Reason.NOT_MEMBER)
+                self._on_not_member(index, message)
             case Without():
-                for part in message.parts or tuple(self.awaiting):
-                    self._clear(part, index)
+                for part in message.parts or tuple(st.awaiting):
+                    st.clear(part, index)
                 if not message.parts:
                     self._mute(index, message.reason)
             case NoResult():
                 for part in message.parts:
-                    if self._open_result(part, index):
-                        self.lanes[index].owes_results -= 1
-                        self._no_result(part, message.reason)
-                self._detail(f"{self._cause(message.reason)} at its reducer {sender}")
+                    if self._reduces(index, part, message.epoch):
+                        st.give_up(part, message.reason)
+                st.detail(f"{self._cause(message.reason)} at its reducer {sender}")
+            case Missing():
+                self.takeovers.missing(index, message)
+            case TakeOver():
+                self.takeovers.asked(index, message)
+            case Promise():
+                self.takeovers.promised(index, message)
+            case Again():
+                self.takeovers.again(index, message)
+            case Resend():
+                self.takeovers.resend(index, message)
             case Parity():
-                lane = self.lanes[index]
+                lane = st.lanes[index]
                 lane.parity, lane.parity_without = message.digest, message.without_result
+                self.comparison.parity(index)
+            case Crcs():
+                self.comparison.heard(index, message)
             case _:
                 pass
         self._settle(now)
 
     def lost(self, peer_id: str, reason: Reason, now: float) -> None:
         """A control message could not be delivered, or the peer said goodbye."""
-        index = self._index_of(peer_id)
+        index = self.st.index_of(peer_id)
         if index is not None and self.finished is None:
+            self.st.now = now
             self._exclude(index, reason)
             self._settle(now)
 
     def tick(self, now: float) -> None:
         if self.finished is not None:
             return
-        for index, lane in enumerate(self.lanes):
-            if lane.gone is not None:
+        self.st.now = now
+        self.takeovers.ask_again(now)
+        for index in self.takeovers.overdue(now):
+            self._exclude(index, Reason.NO_ANSWER)
+        for index, lane in enumerate(self.st.lanes):
+            if lane.gone is not None or index == self.index:
                 continue
             # Written like `deadline`, so that both round alike.
             muted_at = lane.progress_at + self.params.part_timeout_s
@@ -208,269 +233,278 @@ class Round:
             self._expire()
         self._settle(now)
 
-    def _expire(self) -> None:
-        """The call's time is up: take what is here, and tell the others what they wait for in vain.
-
-        Nobody is to blame, so nobody is cut off: results that are made now still go to everybody.
-        """
-        self._tell(Without(self.group.group_id, Reason.TIMEOUT))
-        for index, lane in enumerate(self.lanes):
-            if index != self.index and lane.owes_parts:
-                self._mute(index, Reason.TIMEOUT)
-            if lane.owes_results:
-                self._give_up_results(index, Reason.TIMEOUT)
-        if self.expired:  # the data plane has had its time too
-            parts = tuple(self.closing)
-            for part in parts:
-                del self.closing[part]
-                self._no_result(part, Reason.TIMEOUT)
-            if parts:
-                self._tell(NoResult(self.group.group_id, Reason.TIMEOUT, 0, parts))
-        self.expired = True
-        self.deadline_at += self.params.parity_timeout_s
-
     def deadline(self) -> float:
-        if self.parity_sent_at is not None:
-            return self.parity_sent_at + self.params.parity_timeout_s
-        times = [self.deadline_at]
-        for lane in self.lanes:
-            if lane.gone is None and lane.owes_parts and lane.muted is None:
+        times = self.takeovers.deadlines()
+        for index, lane in enumerate(self.st.lanes):
+            if lane.gone is not None or index == self.index:
+                continue
+            if lane.owes_parts and lane.muted is None:
                 times.append(lane.progress_at + self.params.part_timeout_s)
-            if lane.gone is None and lane.owes_results:
+            if lane.owes_results:
                 times.append(lane.progress_at + self.params.result_timeout_s)
+        if self.parity_sent_at is None:
+            times.append(self.deadline_at)
+        elif self.comparison.until is not None:
+            times.append(self.comparison.until)
+        else:
+            times.append(self._patience())
         return min(times)
 
     def mean_weight(self) -> float:
         """A member's weight in the next round of a sweep: what was averaged, shared by all who now
         hold it. Keeping own weights is not exact (2x2 grid, x = 1,2,5,9, w = 1,3,1,1: 4.375 and
         3.0625 instead of 3.5)."""
-        counted = inside_all(self.group, self.contributors, parts=len(self.part_sizes))
+        counted = inside_all(self.group, self.st.contributors(), parts=len(self.part_sizes))
         total = sum(m.weight for i, m in enumerate(self.group.members) if counted >> i & 1)
         return total / len(self.group.members)
 
     def parts_done(self) -> int:
-        return len(self.part_sizes) - self.missing
+        return len(self.part_sizes) - self.st.missing
 
     # -- parts
 
-    def _clear(self, part: int, sender: int) -> None:
-        """`sender` is in the part, or will not be: stop waiting for it there."""
-        bits = self.awaiting.get(part)
-        if bits is None or not bits >> sender & 1:
-            return
-        bits &= ~(1 << sender)
-        self.awaiting[part] = bits
-        self.lanes[sender].owes_parts -= 1
-        if not bits:
-            self._average(part)
+    def _reduces(self, index: int, part: int, epoch: int) -> bool:
+        st = self.st
+        return (
+            st.is_open(part)
+            and st.now_reduces[part] == index != self.index
+            and st.epoch(part) == epoch
+        )
 
-    def _average(self, part: int) -> None:
-        if part in self.awaiting:
-            del self.awaiting[part]
-            self.closing[part] = True
-            self.effects.append(Average(self.group.group_id, part))
-
-    def _on_averaged(self, event: Averaged, now: float) -> None:
-        if event.part not in self.closing:
+    def _on_averaged(self, event: Averaged) -> None:
+        st = self.st
+        if st.closing.get(event.part) != event.epoch:
             return
-        del self.closing[event.part]
-        self._result(event.part, event.contributors, event.crc)
-        for step in range(1, len(self.lanes)):
-            to = (self.index + step) % len(self.lanes)
-            if self.lanes[to].gone is None:
-                self.effects.append(Push(self.group.group_id, to, (event.part,), result=True))
+        del st.closing[event.part]
+        if not st.is_open(event.part):
+            return
+        st.put(_held(event))
+        if event.epoch == st.epoch(event.part):
+            for to in st.others():
+                st.push(to, (event.part,), result=True, epoch=event.epoch)
+
+    def _on_result(self, event: ResultArrived) -> None:
+        st = self.st
+        if not 0 <= event.part < st.parts() or event.sender == self.index:
+            return
+        known = st.results.get(event.part)
+        if known is not None and known.epoch > event.epoch:
+            return
+        st.put(_held(event))
+        self.takeovers.arrived(event.part)
+        self.comparison.arrived(event.part)
 
     def _on_refused(self, event: PartRefused) -> None:
-        if not 0 <= event.sender < len(self.lanes) or event.sender == self.index:
+        """The data plane would not have what a member sent."""
+        st = self.st
+        if not 0 <= event.sender < len(st.lanes) or event.sender == self.index:
             return
-        if event.result:
-            if self._open_result(event.part, event.sender):
-                self.lanes[event.sender].owes_results -= 1
-                self._no_result(event.part, event.reason)
-        else:
-            self._clear(event.part, event.sender)
-        self._detail(
-            f"{event.reason.value}: {event.detail}" if event.detail else event.reason.value
-        )
+        st.detail(f"{event.reason.value}: {event.detail}" if event.detail else event.reason.value)
+        if not event.result:
+            st.clear(event.part, event.sender)
+            return
+        if event.epoch == st.epoch(event.part):
+            self.comparison.failed(event.part)
+        self.takeovers.failed([event.part], event.sender)
+        if self._reduces(event.sender, event.part, event.epoch):
+            self.takeovers.leave([event.part], event.reason)
 
     def _on_failed(self, event: PartFailed) -> None:
+        st = self.st
         detail = f" ({event.detail})" if event.detail else ""
-        self._detail(f"part {event.part}: {self._cause(event.reason)}{detail}")
+        st.detail(f"part {event.part}: {self._cause(event.reason)}{detail}")
         if event.result:
-            if event.part in self.closing:
-                del self.closing[event.part]
-                self._no_result(event.part, event.reason)
-                self._tell(NoResult(self.group.group_id, event.reason, 0, (event.part,)))
-        elif 0 <= event.part < len(self.reducers) and self.reducers[event.part] != self.index:
-            to = self.group.members[self.reducers[event.part]].peer_id
-            self.effects.append(Send(to, Without(self.group.group_id, event.reason, (event.part,))))
-
-    def _open_result(self, part: int, sender: int) -> bool:
-        return (
-            0 <= part < len(self.reducers)
-            and self.reducers[part] == sender != self.index
-            and part not in self.contributors
-            and part not in self.without
-        )
-
-    def _result(self, part: int, contributors: tuple[int, ...], crc: int) -> None:
-        mask = 0
-        for i in contributors:
-            mask |= 1 << i
-        self.contributors[part], self.crcs[part] = mask, crc
-        self.missing -= 1
-
-    def _no_result(self, part: int, reason: Reason) -> None:
-        if part not in self.without and part not in self.contributors:
-            self.without[part] = reason
-            self.missing -= 1
-            self._note("part_without_result", reason=reason.value, part=part)
+            if st.closing.get(event.part) == event.epoch:
+                del st.closing[event.part]
+                st.give_up(event.part, event.reason)
+                st.tell(NoResult(self.group.group_id, event.reason, event.epoch, (event.part,)))
+        elif 0 <= event.part < st.parts():
+            # Ours to reduce: then the data plane leaves us out of it by itself.
+            st.send(
+                st.now_reduces[event.part],
+                Without(self.group.group_id, event.reason, (event.part,)),
+            )
 
     # -- members
 
     def _touch(self, index: int, now: float) -> None:
-        if 0 <= index < len(self.lanes):
-            self.lanes[index].progress_at = now
+        if 0 <= index < len(self.st.lanes):
+            lane = self.st.lanes[index]
+            lane.progress_at = lane.heard_at = now
+
+    def _on_listened(self, event: Listened, now: float) -> None:
+        """Judge silence, and only here: a quiet link is one that we listened to and heard nothing
+        from, not one that we had no time for."""
+        before, self.listened_at = self.listened_at, now
+        if before is not None and now - before >= self.params.silence_min_s:
+            # Not the others were silent, we were: frozen, or starved of the processor. Whoever gave
+            # us up has said so or will; nobody else is to blame for this time.
+            self.st.note("woke", slept_s=now - before)
+            for lane in self.st.lanes:
+                lane.heard_at = lane.progress_at = now
+            return
+        for index in self.st.heard(event.heard, self.quiet):
+            self._exclude(index, Reason.SILENT)
+
+    def _on_not_member(self, index: int, message: NotMember) -> None:
+        st = self.st
+        named = st.index_of(message.peer_id)
+        if named == self.index:
+            # It has given us up. Nothing more comes from it, and what the others agree on is made
+            # without us: when most say so, our round is stale.
+            self._exclude(index, Reason.EXCLUDED)
+            out = sum(1 for lane in st.lanes if lane.gone is Reason.EXCLUDED)
+            if out > len(st.others()):
+                self._fail(Reason.EXCLUDED, "the others went on without us: we were not heard")
+        elif named is not None and index in (named, st.index_of(self.group.leader)):
+            # Only the peer itself, or the leader that could not reach it, may say so.
+            self._exclude(named, Reason.NOT_MEMBER)
 
     def _mute(self, index: int, reason: Reason) -> None:
         """Give up the member's outstanding contributions."""
-        lane = self.lanes[index]
+        lane = self.st.lanes[index]
         if lane.muted is None:
             lane.muted = reason
-            self._note(
+            self.st.note(
                 "member_excluded", peer=self.group.members[index].peer_id, reason=reason.value
             )
-        for part in list(self.awaiting):
-            self._clear(part, index)
+        for part in list(self.st.awaiting):
+            self.st.clear(part, index)
 
     def _exclude(self, index: int, reason: Reason) -> None:
         """The member is out: nothing more comes from it, nothing more goes to it."""
-        lane = self.lanes[index]
+        lane = self.st.lanes[index]
         if index == self.index or lane.gone is not None:
             return
+        if reason in (Reason.SILENT, Reason.NO_ANSWER):
+            # It may be frozen; when it wakes it shall know.
+            peer_id = self.group.members[index].peer_id
+            self.st.send(index, NotMember(self.group.group_id, peer_id))
         lane.gone = reason
         self._mute(index, reason)
-        self._give_up_results(index, reason)
+        self.takeovers.gone(index)
+        self.comparison.gone(index)
+        self.takeovers.leave(self.st.open_of(index), reason)
 
-    def _give_up_results(self, index: int, reason: Reason) -> None:
-        if self.lanes[index].owes_results:
-            for part, reducer in enumerate(self.reducers):
-                if reducer == index and self._open_result(part, index):
-                    self._no_result(part, reason)
-            self.lanes[index].owes_results = 0
+    def _expire(self) -> None:
+        """The call's time is up: take what is here, and tell the others what they wait for in vain.
 
-    def _index_of(self, peer_id: str) -> int | None:
-        for i, member in enumerate(self.group.members):
-            if member.peer_id == peer_id:
-                return i
-        return None
+        Nobody is to blame, so nobody is cut off: results that are made now still go to everybody.
+        """
+        st = self.st
+        st.tell(Without(self.group.group_id, Reason.TIMEOUT))
+        for index, lane in enumerate(st.lanes):
+            if index != self.index and lane.owes_parts:
+                self._mute(index, Reason.TIMEOUT)
+        for part in range(st.parts()):
+            if st.is_open(part) and st.now_reduces[part] != self.index:
+                st.give_up(part, Reason.TIMEOUT)
+        if self.expired:  # the data plane has had its time too
+            parts = tuple(p for p in range(st.parts()) if st.is_open(p))
+            st.closing.clear()
+            for part in parts:
+                st.give_up(part, Reason.TIMEOUT)
+            if parts:
+                st.tell(NoResult(self.group.group_id, Reason.TIMEOUT, 0, parts))
+        self.expired = True
+        self.deadline_at += self.params.parity_timeout_s
 
     # -- the end
 
     def _settle(self, now: float) -> None:
-        if self.finished is not None or self.missing or self.closing:
+        st = self.st
+        if self.finished is not None or st.missing or st.closing:
             return
         if self.parity_sent_at is None:
-            self.parity_sent_at = now
-            self._tell(Parity(self.group.group_id, self._digest(), len(self.without)))
-        if self._unheard() and now < self.parity_sent_at + self.params.parity_timeout_s:
+            self._say_parity(now)
+        comparison = self.comparison
+        if comparison.until is None:
+            if self.st.unheard() and now < self._patience() and not comparison.votes:
+                return
+            if not comparison.wanted():
+                self._end(now, self._outcome())
+                return
+            comparison.start(now)
+        if comparison.open(now):
+            return
+        if not comparison.judged:
+            for index in comparison.judge(now):
+                st.lanes[index].parity = None  # it says Parity again when it has what it lacked
+            if comparison.repairs:
+                return
+        comparison.close()
+        if comparison.wanting:
+            comparison.wanting = False
+            self._say_parity(now)
+        if self.st.unheard() and now < (comparison.until or now):
             return
         self._end(now, self._outcome())
 
+    def _say_parity(self, now: float) -> None:
+        if self.parity_sent_at is None:
+            self.parity_sent_at = now
+        self.st.tell(Parity(self.group.group_id, self.st.digest(), len(self.st.without)))
+
+    def _patience(self) -> float:
+        """How long the others' last messages are waited for. Longer when a reducer was lost: what
+        we hold may be what a slower member needs of us."""
+        assert self.parity_sent_at is not None
+        more = self.takeovers.happened
+        wait = self.params.part_timeout_s if more else self.params.parity_timeout_s
+        return self.parity_sent_at + wait
+
     def _outcome(self) -> Outcome:
-        whole = not self.without
-        for i, lane in enumerate(self.lanes):
-            compared = whole and i != self.index and not lane.parity_without
-            if compared and lane.parity not in (None, self._digest()):
-                self._note("parity_differs", peer=self.group.members[i].peer_id)
-        return verdict(
-            self.group,
-            index=self.index,
-            reducers=self.reducers,
-            lanes=self.lanes,
-            contributors=self.contributors,
-            without=self.without,
-            details=self.details,
+        st = self.st
+        return replace(
+            verdict(
+                self.group,
+                index=self.index,
+                reducers=st.now_reduces,
+                lanes=st.lanes,
+                contributors=st.contributors(),
+                without=st.without,
+                details=st.details,
+            ),
+            agreed=tuple(
+                member.peer_id
+                for i, member in enumerate(self.group.members)
+                if i == self.index or self.comparison.agrees(i)
+            ),
+        )
+
+    def _fail(self, reason: Reason, detail: str) -> None:
+        """Nothing of this round is used."""
+        if self.opened:
+            self.st.tell(NotMember(self.group.group_id, self.me))
+            self.st.effects.append(Close(self.group.group_id))
+        self.finished = Outcome(
+            Status.FAILED,
+            reason,
+            detail,
+            accepted=False,
+            group_size=len(self.group.members),
+            participants=0,
+            parts=len(self.part_sizes),
+            group_id=self.group.group_id,
         )
 
     def _end(self, now: float, outcome: Outcome) -> None:
-        if self.reducers and not self._linger(now):
-            self.effects.append(Close(self.group.group_id))
-        if not outcome.group_id:
-            outcome = Outcome(
-                outcome.status,
-                outcome.reason,
-                outcome.detail,
-                accepted=outcome.accepted,
-                group_size=len(self.group.members),
-                participants=0,
-                parts=len(self.part_sizes),
-                group_id=self.group.group_id,
-            )
         self.finished = outcome
-
-    def _linger(self, now: float) -> bool:
-        """May a slower member still be reading our results? Then they stay, without us waiting.
-
-        Only with a result for every part of our own: then nothing can touch our bucket any more,
-        which belongs to the trainer again from here on.
-        """
-        if self.without or self.missing or self.index not in self.reducers:
-            return False
-        if not self._unheard():
-            return False
-        self.linger_until = min(now + self.params.result_timeout_s, self.deadline_at)
-        return self.linger_until > now
-
-    def linger(self, now: float) -> bool:
-        """False when the results may go: everybody was heard, is gone, or had its time."""
-        if self.linger_until is None:
-            return False
-        if self._unheard() and now < self.linger_until:
-            return True
-        self.linger_until = None
-        self.effects.append(Close(self.group.group_id))
-        return False
-
-    def overheard(self, sender: str, message: Message | None) -> None:
-        """After the end: a last message of a member, or (None) the news that it is gone."""
-        index = self._index_of(sender)
-        if index is None:
+        if not self.opened:
             return
-        if message is None:
-            self.lanes[index].gone = self.lanes[index].gone or Reason.LINK_LOST
-        elif isinstance(message, Parity):
-            self.lanes[index].parity = message.digest
-
-    def _unheard(self) -> bool:
-        return any(
-            lane.parity is None and lane.gone is None
-            for i, lane in enumerate(self.lanes)
-            if i != self.index
-        )
-
-    def _digest(self) -> bytes:
-        state = hashlib.blake2b(digest_size=16)
-        for part in range(len(self.part_sizes)):
-            state.update(self.crcs.get(part, 0).to_bytes(4, "big"))
-        return state.digest()
-
-    def _tell(self, message: Message) -> None:
-        for i, member in enumerate(self.group.members):
-            if i != self.index and self.lanes[i].gone is None:
-                self.effects.append(Send(member.peer_id, message))
+        lingering = Lingering(self.st, min(now + self.params.result_timeout_s, self.deadline_at))
+        if lingering.wanted() and now < lingering.until:
+            self.lingering = lingering
+        else:
+            self.st.effects.append(Close(self.group.group_id))
 
     def _cause(self, reason: Reason) -> str:
         """The reason in words that name what is to be looked at."""
         return f"{reason.value}, {self.group.codec}" if reason is Reason.CODEC else reason.value
 
-    def _detail(self, sentence: str) -> None:
-        if (
-            len(self.details) < 8 and sentence not in self.details
-        ):  # a few causes explain a round; thousands hide them
-            self.details.append(sentence)
 
-    def _note(self, what: str, *, peer: str = "", reason: str = "", **fields: object) -> None:
-        self.effects.append(
-            Note(what, peer, reason, fields={"group": self.group.group_id.hex(), **fields})
-        )
+def _held(event: Averaged | ResultArrived) -> Held:
+    mask = 0
+    for i in event.contributors:
+        mask |= 1 << i
+    return Held(event.part, event.epoch, mask, event.crc)

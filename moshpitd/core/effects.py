@@ -76,11 +76,14 @@ class Average:
 @dataclass(frozen=True, slots=True)
 class Bar:
     """From now on nothing below `epoch` touches these parts: no result, no contribution, and no
-    average of ours that is not in place yet. Answer `Barred` with what is in place."""
+    average of ours that is not in place yet. Answer `Barred` with what is in place; it echoes
+    `asker` (a member index) and `number`."""
 
     group_id: bytes
     epoch: int
     parts: tuple[int, ...]
+    asker: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,10 @@ NOTES = {
     "group_formed": "a group began here (group, size, leader, index)",
     "attempt_ended": "matchmaking ended without a group (reason, heard, sentence)",
     "member_excluded": "a member fell out of the running round (peer, reason)",
+    "takeover_started": "we take over parts of a reducer (reason, epoch, parts)",
+    "part_taken_over": "nobody held a result of a part: contributions are pushed again (part)",
+    "part_repaired": "our result of a part was another than the majority's (part)",
+    "woke": "this daemon stood still for longer than a silence may last (slept_s)",
     "part_without_result": "a part keeps local values (part, reason)",
     "round_ended": "a round is over (outcome, sizes, parts, seconds per phase, version)",
     "parity_differs": "a member reports other bits (peer)",

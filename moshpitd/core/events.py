@@ -168,14 +168,17 @@ class Barred:
     epoch: int
     parts: tuple[int, ...]
     held: tuple[Held, ...] = ()
+    asker: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class LinkHeard:
-    """Bytes came from `peer` since this was last said; told every fraction of a second while a
-    round with it is open (links are pinged meanwhile, so a live one is never quiet)."""
+class Listened:
+    """From these peers bytes came since this was last said. Told every fraction of a second while a
+    round is open, also when nobody was heard; links are pinged meanwhile, so a live one is never
+    quiet."""
 
-    peer: str
+    heard: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +285,7 @@ Event: TypeAlias = (
     | Averaged
     | ResultArrived
     | Barred
-    | LinkHeard
+    | Listened
     | PartFailed
     | SnapshotArrived
     | SnapshotProgressed

@@ -227,9 +227,10 @@ class Missing:
 @dataclass(frozen=True, slots=True)
 class TakeOver:
     """I reduce these parts from `epoch` on. Promise to take no result of a lower epoch for them,
-    and say which you hold."""
+    and say which you hold; the answer echoes `number`."""
 
     group_id: bytes
+    number: int
     epoch: int
     parts: tuple[int, ...] = field(metadata={"max": 65536})
 
@@ -250,6 +251,7 @@ class Promise:
     none. Parts of a TakeOver that are not named here I promised to a higher epoch."""
 
     group_id: bytes
+    number: int
     epoch: int
     parts: tuple[int, ...] = field(metadata={"max": 65536})
     held: tuple[Held, ...] = field(default=(), metadata={"max": 65536})

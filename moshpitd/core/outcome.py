@@ -44,6 +44,9 @@ class Reason(StrEnum):
     NOT_FINITE = "not_finite"
     PART_SIZE = "wrong_part_size"
     BUCKET_MODIFIED = "bucket_modified"
+    PARITY = "parity_differs"
+    NORM = "norm_out_of_range"
+    EXCLUDED = "excluded_meanwhile"
     # why a whole attempt ends without a group
     NO_PEERS = "no_peers"
     NO_REDUCER = "no_reducer"
@@ -74,7 +77,8 @@ class Outcome:
 
     `contributors` are the peers inside every part that has a result, in member order;
     `participants` is their number. `excluded` names the members missing from a part, and those that
-    left parts they reduced without a result, with the reason.
+    left parts they reduced without a result, with the reason. `agreed` are the members that said
+    they hold the same bits as we do, ourselves included: two members in each other's `agreed` do.
     """
 
     status: Status
@@ -85,6 +89,7 @@ class Outcome:
     participants: int = 1
     contributors: tuple[str, ...] = ()
     excluded: tuple[tuple[str, Reason], ...] = ()
+    agreed: tuple[str, ...] = ()
     parts: int = 0
     parts_without_result: tuple[int, ...] = ()
     rounds: int = 0

@@ -36,6 +36,10 @@ class Params:
     local_window_s: float = 1.0
     """Trainers of one node that contribute within it of the first go to the swarm as one
     contribution."""
+    silence_min_s: float = 1.2
+    """Least time without a byte from a peer, although its link is pinged, before it counts as dead.
+    A daemon on a loaded machine stalls for some 0.1 s; half the bar for a frozen peer in a round of
+    1.2 s."""
     part_timeout_s: float = 10.0
     """A sender from which nothing arrived for so long is left out of the parts it has not finished.
     """
@@ -118,6 +122,7 @@ class Params:
             ("settle_s", "window_s"),
             ("answer_timeout_s", "window_s"),
             ("window_s", "attempt_timeout_s"),
+            ("silence_min_s", "part_timeout_s"),
             ("part_timeout_s", "result_timeout_s"),
             ("result_timeout_s", "round_timeout_s"),
             ("parity_timeout_s", "round_timeout_s"),

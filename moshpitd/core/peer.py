@@ -24,7 +24,9 @@ from moshpitd.core.effects import Effect, LookUp, Send
 from moshpitd.core.grid import PEERS_KEY, is_flat
 from moshpitd.core.messages import (
     Accepted,
+    Again,
     Begin,
+    Crcs,
     Declined,
     DigestQuery,
     DigestReply,
@@ -37,27 +39,35 @@ from moshpitd.core.messages import (
     Leave,
     Lineage,
     Message,
+    Missing,
     NoResult,
     NotMember,
     Parity,
+    Promise,
     Record,
     Redirect,
+    Resend,
     SnapshotOffer,
     SnapshotRefused,
     SnapshotRequest,
+    TakeOver,
     Without,
 )
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
 from moshpitd.core.presence import Presence
+from moshpitd.core.quiet import Quiet
 from moshpitd.core.soundness import is_sane, is_sound
 from moshpitd.core.state import State
 from moshpitd.core.swarm import Swarm, first_difference, same_lineage
 from moshpitd.core.work import Conductor, Work
 
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
-OF_A_ROUND = (NotMember, Without, NoResult, Parity)
+OF_A_ROUND = (
+    NotMember, Without, NoResult, Parity, Missing, TakeOver, Promise, Again, Resend, Crcs,
+)  # fmt: skip
+QUESTIONS = (Missing, TakeOver, Resend)  # somebody waits for an answer
 EARLY = 128
 """Messages of rounds whose Begin is still on its way; a group of 16 says fewer before anybody's."""
 
@@ -86,6 +96,7 @@ class Peer:
             place=Place(params, peer_id),
             presence=Presence(params, Record(peer_id, sequence, b"", 0, Lineage(), codec=codec)),
             donor=Donor(params),
+            quiet=Quiet(params),
         )
         self.conductor = Conductor(self.state)
         self.calls = Calls(self.state, self.conductor)
@@ -227,7 +238,7 @@ class Peer:
             self._on_begin(sender, message.group, now)
         elif isinstance(message, OF_A_ROUND):
             for ended in self.conductor.lingering:
-                if ended.group.group_id == message.group_id:
+                if ended.st.group_id == message.group_id:
                     ended.overheard(sender, message)
             if (
                 work is not None
@@ -235,6 +246,10 @@ class Peer:
                 and message.group_id == work.round.group.group_id
             ):
                 work.round.receive(sender, message, now)
+            elif isinstance(message, QUESTIONS) and (work is None or work.attempt is None):
+                # Its round is over here and the bucket is the trainer's again, or we never had it.
+                own = self.state.peer_id
+                self.state.effects.append(Send(sender, NotMember(message.group_id, own)))
             elif len(self.state.early) < EARLY:
                 self.state.early.append((sender, message))
         elif isinstance(message, (SnapshotOffer, SnapshotRefused, DigestReply)):
@@ -429,6 +444,7 @@ class Peer:
                 | ev.Averaged()
                 | ev.ResultArrived()
                 | ev.PartFailed()
+                | ev.Barred()
             ):
                 if current is not None and event.group_id == current.group.group_id:
                     if isinstance(event, ev.PartRefused) and 0 <= event.sender < len(
@@ -437,6 +453,9 @@ class Peer:
                         self.state.strike(
                             current.group.members[event.sender].peer_id, event.reason, now
                         )
+                    current.handle(event, now)
+            case ev.Listened():
+                if current is not None:
                     current.handle(event, now)
             case ev.LinkLost():
                 if work is not None and work.attempt is not None:

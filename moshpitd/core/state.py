@@ -17,6 +17,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
 from moshpitd.core.presence import Presence
+from moshpitd.core.quiet import Quiet
 from moshpitd.core.swarm import Swarm, same_lineage
 
 
@@ -32,6 +33,7 @@ class State:
     place: Place
     presence: Presence
     donor: Donor
+    quiet: Quiet
     part_sizes: tuple[int, ...] = ()
     trainers: dict[str, bool] = field(default_factory=dict)  # trainer -> it has to load our state
     invites: dict[str, tuple[str, float]] = field(default_factory=dict)  # leader -> (key, until)

@@ -14,7 +14,8 @@ from moshpitd.core.outcome import Outcome, Reason, Status
 class Lane:
     """What one other member still owes us, and when it last gave something."""
 
-    progress_at: float
+    progress_at: float  # it gave something
+    heard_at: float = 0.0  # a byte came from it
     gone: Reason | None = None  # out of the round altogether
     muted: Reason | None = None  # its contributions are given up, its results are still welcome
     owes_parts: int = 0

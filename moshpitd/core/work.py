@@ -14,6 +14,7 @@ from moshpitd.core.allreduce import Round
 from moshpitd.core.catchup import CatchUp, adopted
 from moshpitd.core.effects import Announce, Finish, LoadSnapshot, RefreshSnapshot, Send
 from moshpitd.core.grid import is_flat
+from moshpitd.core.lingering import Lingering
 from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.messages import Hello
 from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
@@ -68,17 +69,18 @@ class Conductor:
     def __init__(self, state: State) -> None:
         self.state = state
         self.work: Work | None = None
-        self.lingering: list[Round] = []
+        self.lingering: list[Lingering] = []
 
     def tick(self, now: float) -> None:
         """Let go of the results that slower members were still reading."""
         for ended in list(self.lingering):
-            if not ended.linger(now):
+            ended.tick(now)
+            if ended.over:
                 self.lingering.remove(ended)
             self.state.collect(ended.effects)
 
     def deadline(self) -> float | None:
-        times = [ended.linger_until for ended in self.lingering if ended.linger_until is not None]
+        times = [ended.until for ended in self.lingering]
         work = self.work
         if work is None:
             return min(times) if times else None
@@ -346,6 +348,7 @@ class Conductor:
             late=tuple(call.trainer for call in work.late),
             started=now,
             deadline_at=min(work.deadline_at, now + self.state.params.round_timeout_s),
+            quiet=self.state.quiet,
         )
         work.round, work.phase_at = current, now
         current.start(now)
@@ -366,10 +369,10 @@ class Conductor:
     def _rounded(self, work: Work, current: Round, outcome: Outcome, now: float) -> None:
         """An exchange is over."""
         work.round = None
-        if current.linger_until is not None:
-            self.lingering.append(current)
+        if current.lingering is not None:
+            self.lingering.append(current.lingering)
             for oldest in self.lingering[:-LINGERING]:
-                oldest.linger_until = now
+                oldest.until = now
             self.tick(now)
         parity_at = current.parity_sent_at if current.parity_sent_at is not None else now
         self._end_phase(work, "exchange", parity_at)
@@ -397,7 +400,10 @@ class Conductor:
         if work.worst is None or _badness(outcome) >= _badness(work.worst):
             work.worst = outcome
         go_on = (
-            outcome.status is not Status.FAILED and work.rounds_left > 0 and now < work.deadline_at
+            outcome.status is not Status.FAILED
+            and outcome.reason is not Reason.PARITY  # what is in the bucket there is in dispute
+            and work.rounds_left > 0
+            and now < work.deadline_at
         )
         if go_on and not self.state.draining and self.state.trainers:
             self.attempt(work, now)

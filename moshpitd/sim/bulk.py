@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from moshpitd.core.effects import (
     Average,
+    Await,
+    Bar,
     Close,
     Digest,
     DropSnapshot,
     Effect,
     FetchSnapshot,
+    HandOver,
     LoadSnapshot,
     Open,
     Push,
@@ -28,18 +32,25 @@ from moshpitd.core.effects import (
 )
 from moshpitd.core.events import (
     Averaged,
+    Barred,
     LinkLost,
+    Listened,
     PartArrived,
     PartFailed,
     ResultArrived,
 )
+from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
+from moshpitd.core.succession import Succession
 from moshpitd.sim.checks import Checks
 from moshpitd.sim.faults import Options, stream
 from moshpitd.sim.network import Links
 from moshpitd.sim.nodes import Node, Payload, Plane, Round, Vector
 from moshpitd.sim.snapshots import Snapshots
 from moshpitd.sim.wire import NOTICE_S, Outside, Wire
+
+LISTEN_S = 0.5
+"""How often a node looks whom it heard. A daemon looks oftener; most rounds are over before."""
 
 
 class Bulk:
@@ -54,6 +65,7 @@ class Bulk:
         snapshots = self._snapshots = Snapshots(world, self._wire, checks, options)
         self._work: dict[type, Callable[[Node, Any], None]] = {
             Open: self._open, Push: self._push, Average: self._average, Close: self._close,
+            Bar: self._bar, HandOver: self._hand_over, Await: self._await,
             FetchSnapshot: snapshots.fetch, PushSnapshot: snapshots.serve,
             DropSnapshot: snapshots.drop, LoadSnapshot: snapshots.load,
             RefreshSnapshot: snapshots.refresh, Digest: snapshots.digest,
@@ -91,6 +103,7 @@ class Bulk:
             late=_buckets(node, effect.late),
             trainers=(*[name for name, _ in effect.trainers], *effect.late),
             incarnations=[other.incarnation for other in others],
+            succession=Succession(group, effect.reducers),
         )
         self._checks.opened(node, round_)
         node.plane.rounds[group.group_id] = round_
@@ -99,6 +112,23 @@ class Bulk:
             if index != effect.index and (index in reducers or effect.index in reducers):
                 self._link(node, other, group.group_id)
         self._wire.release(node, group.group_id)
+        self._world.later(LISTEN_S, self._listen, node, node.incarnation, group.group_id, others)
+
+    def _listen(self, node: Node, incarnation: int, group_id: bytes, members: list[Node]) -> None:
+        """Whom this node hears: pinged links answer as long as the other daemon runs."""
+        round_ = node.plane.rounds.get(group_id)
+        if round_ is None or node.incarnation != incarnation:
+            return
+        heard = tuple(
+            other.peer_id
+            for index, other in enumerate(members)
+            if index != round_.index
+            and index not in round_.lost
+            and other.peer is not None
+            and other.incarnation == round_.incarnations[index]
+        )
+        self._world.post(0.0, node, Listened(heard))
+        self._world.later(LISTEN_S, self._listen, node, incarnation, group_id, members)
 
     def _link(self, node: Node, other: Node, group_id: bytes) -> None:
         lose = self._lose
@@ -130,18 +160,49 @@ class Bulk:
         stamp = (effect.group_id, round_.incarnations[effect.to])
         for part in effect.parts:
             if effect.result:
-                payload = round_.payloads.get(part)
+                payload = round_.payloads.get((part, effect.epoch))
                 if payload is None:
                     self._checks.fail(
                         f"pushes the result of part {part}, which it never averaged", node
                     )
-                self._wire.send(
-                    node, other, stamp, self._result_arrived, part, round_.index, payload
-                )
-            else:
+                call, index = self._result_arrived, round_.index
+                self._wire.send(node, other, stamp, call, part, index, payload, effect.epoch)
+            elif part not in round_.results:  # else the bucket holds the result by now
                 values = round_.value[self._options.slice_of(part)].copy()
-                call = self._contribution_arrived
-                self._wire.send(node, other, stamp, call, part, round_.index, values, effect.epoch)
+                call_ = self._contribution_arrived
+                self._wire.send(node, other, stamp, call_, part, round_.index, values, effect.epoch)
+
+    def _hand_over(self, node: Node, effect: HandOver) -> None:
+        round_ = node.plane.rounds.get(effect.group_id)
+        if round_ is None or effect.to in round_.lost:
+            return
+        other = self._world.node(round_.group.members[effect.to].peer_id)
+        stamp = (effect.group_id, round_.incarnations[effect.to])
+        for part in effect.parts:
+            payload, call = round_.results[part], self._result_arrived
+            self._wire.send(node, other, stamp, call, part, round_.index, payload, effect.epoch)
+
+    def _await(self, node: Node, effect: Await) -> None:
+        round_ = node.plane.rounds.get(effect.group_id)
+        if round_ is not None:
+            round_.awaited.update((effect.sender, part, effect.epoch) for part in effect.parts)
+
+    def _bar(self, node: Node, effect: Bar) -> None:
+        round_ = node.plane.rounds.get(effect.group_id)
+        if round_ is None:
+            return
+        parts = tuple(p for p in effect.parts if round_.bars.get(p, 0) <= effect.epoch)
+        held = []
+        for part in parts:
+            round_.bars[part] = effect.epoch
+            result = round_.results.get(part)
+            if result is not None:
+                mask = sum(1 << i for i in result.contributors)
+                held.append(Held(part, result.epoch, mask, result.crc))
+        event = Barred(
+            effect.group_id, effect.epoch, parts, tuple(held), effect.asker, effect.number
+        )
+        self._world.post(0.0, node, event)
 
     def _contribution_arrived(
         self, node: Node, group_id: bytes, part: int, sender: int, values: Vector, epoch: int
@@ -149,23 +210,23 @@ class Bulk:
         round_ = self._round_of(
             node, group_id, self._contribution_arrived, part, sender, values, epoch
         )
-        if round_ is None or sender in round_.lost or part in round_.payloads:
+        key = (part, epoch)
+        if round_ is None or sender in round_.lost or key in round_.payloads:
             return
-        if (part, epoch, sender) in round_.arrived:
+        if (part, epoch, sender) in round_.arrived or epoch < round_.bars.get(part, 0):
             return
-        if epoch == 0 and round_.reducers[part] != round_.index:
-            self._checks.fail(
-                f"was sent part {part}, which member {round_.reducers[part]} reduces", node
-            )
+        assert round_.succession is not None
+        if round_.succession.reducer(part, epoch) != round_.index:
+            self._checks.fail(f"was sent part {part} of epoch {epoch}, which others reduce", node)
         round_.arrived.add((part, epoch, sender))
         weight = round_.group.members[sender].weight
-        if part in round_.sums:
-            round_.sums[part] += weight * values
+        if key in round_.sums:
+            round_.sums[key] += weight * values
         else:
-            round_.sums[part] = weight * values
-        round_.totals[part] = round_.totals.get(part, 0.0) + weight
+            round_.sums[key] = weight * values
+        round_.totals[key] = round_.totals.get(key, 0.0) + weight
         if weight > 0.0:
-            round_.senders.setdefault(part, []).append(sender)
+            round_.senders.setdefault(key, []).append(sender)
         self._world.post(0.0, node, PartArrived(group_id, part, sender, epoch))
 
     def _average(self, node: Node, effect: Average) -> None:
@@ -175,50 +236,58 @@ class Bulk:
         round_ = node.plane.rounds.get(effect.group_id)
         if round_ is None or node.incarnation != incarnation:
             return
-        part = effect.part
-        if part in round_.payloads:
-            self._checks.fail(f"averages part {part} twice", node)
-        sums, total = round_.sums.pop(part, None), round_.totals.get(part, 0.0)
-        contributors = round_.senders.get(part, [])
+        part, epoch = effect.part, effect.epoch
+        if epoch < round_.bars.get(part, 0):
+            return  # a bar came before it
+        key = (part, epoch)
+        if key in round_.payloads:
+            self._checks.fail(f"averages part {part} of epoch {epoch} twice", node)
+        sums, total = round_.sums.pop(key, None), round_.totals.get(key, 0.0)
+        contributors = round_.senders.get(key, [])
         own = round_.weight * round_.value[self._options.slice_of(part)]
         if round_.weight > 0.0:
             contributors = [*contributors, round_.index]
         if not contributors:
-            reason = Reason.NO_CONTRIBUTORS
-            self._world.post(0.0, node, PartFailed(effect.group_id, part, reason, result=True))
+            failed = PartFailed(
+                effect.group_id, part, Reason.NO_CONTRIBUTORS, result=True, epoch=epoch
+            )
+            self._world.post(0.0, node, failed)
             return
         mean: Vector = (own if sums is None else sums + own) / (total + round_.weight)
-        payload = Payload(
-            mean, tuple(sorted(contributors)), zlib.crc32(mean.tobytes()), effect.epoch
-        )
-        round_.payloads[part] = payload
+        payload = Payload(mean, tuple(sorted(contributors)), zlib.crc32(mean.tobytes()), epoch)
+        round_.payloads[key] = payload
         self._checks.averaged(node, round_, part, payload)
         self._place(node, round_, part, payload)
-        event = Averaged(effect.group_id, part, payload.contributors, payload.crc, effect.epoch)
+        event = Averaged(effect.group_id, part, payload.contributors, payload.crc, epoch)
         self._world.post(0.0, node, event)
 
     def _result_arrived(
-        self, node: Node, group_id: bytes, part: int, sender: int, payload: Payload
+        self, node: Node, group_id: bytes, part: int, sender: int, payload: Payload, epoch: int
     ) -> None:
-        round_ = self._round_of(node, group_id, self._result_arrived, part, sender, payload)
+        round_ = self._round_of(node, group_id, self._result_arrived, part, sender, payload, epoch)
         if round_ is None or sender in round_.lost:
             return
-        known = round_.results.get(part)
-        if known is not None and known.epoch >= payload.epoch:
-            return
-        self._place(node, round_, part, payload)
-        contributors = payload.contributors
-        event = ResultArrived(group_id, part, sender, contributors, payload.crc, payload.epoch)
+        if (sender, part, epoch) not in round_.awaited:
+            known = round_.results.get(part)
+            if epoch < round_.bars.get(part, 0) or (known is not None and epoch <= known.epoch):
+                return
+            assert round_.succession is not None
+            if round_.succession.reducer(part, epoch) != sender:
+                return
+        placed = replace(payload, epoch=epoch)
+        self._place(node, round_, part, placed)
+        event = ResultArrived(group_id, part, sender, placed.contributors, placed.crc, epoch)
         self._world.post(0.0, node, event)
 
     def _place(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         self._checks.placed(node, round_)
-        round_.results[part], round_.placed[part] = payload, self._world.now
         where = self._options.slice_of(part)
+        before = round_.results[part].values if part in round_.results else round_.value[where]
+        round_.results[part], round_.placed[part] = payload, self._world.now
         for bucket in round_.buckets.values():
             bucket[where] = payload.values
         for bucket in round_.late.values():
-            bucket[where] += payload.values - round_.value[where]
+            bucket[where] += payload.values - before
 
     def _close(self, node: Node, effect: Close) -> None:
         round_ = node.plane.rounds.pop(effect.group_id, None)

@@ -19,6 +19,7 @@ from moshpitd.core.events import Event
 from moshpitd.core.messages import Group, Lineage
 from moshpitd.core.outcome import Outcome
 from moshpitd.core.params import Params
+from moshpitd.core.succession import Succession
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 
@@ -87,10 +88,13 @@ class Round:
     buckets: dict[str, Vector]  # trainer -> where results go
     late: dict[str, Vector]  # trainer -> where deltas go
     incarnations: list[int]  # of every member's node when the link was made
-    sums: dict[int, Vector] = field(default_factory=dict)
-    senders: dict[int, list[int]] = field(default_factory=dict)
-    totals: dict[int, float] = field(default_factory=dict)
-    payloads: dict[int, Payload] = field(default_factory=dict)  # parts we reduced
+    bars: dict[int, int] = field(default_factory=dict)  # part -> nothing below this epoch
+    sums: dict[tuple[int, int], Vector] = field(default_factory=dict)  # by (part, epoch)
+    senders: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    totals: dict[tuple[int, int], float] = field(default_factory=dict)
+    payloads: dict[tuple[int, int], Payload] = field(default_factory=dict)  # parts we reduced
+    awaited: set[tuple[int, int, int]] = field(default_factory=set)  # (sender, part, epoch)
+    succession: Succession | None = None
     results: dict[int, Payload] = field(default_factory=dict)  # what stands in the bucket
     trainers: tuple[str, ...] = ()  # whose buckets these are
     placed: dict[int, float] = field(default_factory=dict)  # when each result came

@@ -23,10 +23,11 @@ from typing import Any
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
 from moshpitd.core.matchmaking import group_id_of
-from moshpitd.core.messages import Begin, Member, Message, Record
+from moshpitd.core.messages import Begin, Held, Member, Message, Record
 from moshpitd.core.outcome import OnPartial, Outcome, Reason
 from moshpitd.core.params import Params
 from moshpitd.core.peer import Peer
+from moshpitd.core.succession import Succession
 
 SCHEMA = b"schema-of-the-tests"
 STUCK_TICKS = 50  # so many wake-ups at one instant with nothing said: a driver would spin
@@ -38,10 +39,12 @@ class Exchange:
 
     open: ef.Open
     own: list[float]
-    sums: dict[int, float] = field(default_factory=dict)
-    inside: dict[int, list[int]] = field(default_factory=dict)
-    results: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
-    closed: set[int] = field(default_factory=set)
+    bars: dict[int, int] = field(default_factory=dict)  # part -> nothing below this epoch
+    sums: dict[tuple[int, int], float] = field(default_factory=dict)  # (part, epoch)
+    inside: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    results: dict[int, tuple[float, tuple[int, ...], int]] = field(default_factory=dict)
+    closed: set[tuple[int, int]] = field(default_factory=set)
+    awaited: set[tuple[int, int, int]] = field(default_factory=set)  # (sender, part, epoch)
 
 
 @dataclass
@@ -69,11 +72,12 @@ class Contribution:
     sender: int
     value: float
     weight: float
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
 class Result:
-    """A part on its way back."""
+    """A part on its way back, or handed over by whoever holds it."""
 
     group_id: bytes
     part: int
@@ -81,6 +85,7 @@ class Result:
     value: float
     inside: tuple[int, ...]
     crc: int
+    epoch: int = 0
 
 
 Item = ev.Event | Contribution | Result
@@ -114,6 +119,7 @@ class Hands:
         self.drop: Callable[[str, str, object], bool] = lambda sender, to, what: False
         self.hold: Callable[[str, str, Message], bool] = lambda sender, to, message: False
         self.change: Callable[[str, str, Message], Message] = lambda sender, to, message: message
+        self.lie: Callable[[str, str, int, float], float] = lambda name, to, part, value: value
         self.snapshot_fault: dict[str, str] = {}  # donor -> "corrupt" | "hang" | "fail"
         self.average_fault: dict[tuple[str, int], Reason | None] = {}  # (name, part); None: silence
         self.push_fault: dict[tuple[str, int], Reason] = {}
@@ -382,7 +388,10 @@ class Hands:
                 assert effect.what in ef.NOTES, effect
                 self.notes.append((name, effect))
                 node.attempts += effect.what == "attempt_started"
-            case ef.Open() | ef.Push() | ef.Average() | ef.Close():
+            case (
+                ef.Open() | ef.Push() | ef.Average() | ef.Bar() | ef.HandOver() | ef.Await()
+                | ef.Close()
+            ):  # fmt: skip
                 self._exchange(name, node, effect)
             case _:
                 self._snapshot(name, node, effect)
@@ -424,6 +433,13 @@ class Hands:
                 self._push(name, node, effect)
             case ef.Average():
                 self._average(name, node, effect)
+            case ef.Bar():
+                self._bar(name, node, effect)
+            case ef.HandOver():
+                self._give_result(name, node, effect, effect.parts)
+            case ef.Await():
+                exchange = node.exchanges[effect.group_id]
+                exchange.awaited |= {(effect.sender, p, effect.epoch) for p in effect.parts}
             case ef.Close():
                 node.exchanges.pop(effect.group_id, None)
                 node.over.add(effect.group_id)
@@ -434,20 +450,36 @@ class Hands:
         exchange = node.exchanges[effect.group_id]
         me = exchange.open.index
         to = exchange.open.group.members[effect.to].peer_id
+        if effect.result:
+            self._give_result(name, node, effect, effect.parts)
+            return
         for part in effect.parts:
             reason = self.push_fault.get((name, part))
-            if reason is not None and not effect.result:
+            if reason is not None:
                 self.tell(name, ev.PartFailed(effect.group_id, part, reason, "by the test"))
                 continue
             if to not in self.nodes or self.drop(name, to, (effect, part)):
                 continue
-            item: Contribution | Result
-            if effect.result:
-                value, inside = exchange.results[part]
-                item = Result(effect.group_id, part, me, value, inside, crc_of(value))
-            else:
-                weight = exchange.open.weight
-                item = Contribution(effect.group_id, part, me, exchange.own[part], weight)
+            if part in exchange.results:
+                continue  # what is in the bucket now is the result
+            weight, value = exchange.open.weight, exchange.own[part]
+            item = Contribution(effect.group_id, part, me, value, weight, effect.epoch)
+            self.tell(to, item, origin=name, plane="bulk")
+
+    def _give_result(
+        self, name: str, node: Node, effect: ef.Push | ef.HandOver, parts: tuple[int, ...]
+    ) -> None:
+        exchange = node.exchanges[effect.group_id]
+        to = exchange.open.group.members[effect.to].peer_id
+        for part in parts:
+            if to not in self.nodes or self.drop(name, to, (effect, part)):
+                continue
+            value, inside, _ = exchange.results[part]
+            value = self.lie(name, to, part, value)
+            item = Result(
+                effect.group_id, part, exchange.open.index, value, inside, crc_of(value),
+                effect.epoch,
+            )  # fmt: skip
             self.tell(to, item, origin=name, plane="bulk")
 
     def _land(self, name: str, node: Node, item: Contribution | Result) -> None:
@@ -457,51 +489,90 @@ class Hands:
             if item.group_id not in node.over:
                 node.early.setdefault(item.group_id, []).append(item)  # before Begin: held
             return
+        part, epoch = item.part, item.epoch
+        succession = Succession(exchange.open.group, exchange.open.reducers)
+        bar = exchange.bars.get(part, 0)
         if isinstance(item, Contribution):
-            if item.part not in exchange.closed:
-                weighted = item.weight * item.value
-                exchange.sums[item.part] = exchange.sums.get(item.part, 0.0) + weighted
-                exchange.inside.setdefault(item.part, []).append(item.sender)
-                self._give(name, ev.PartArrived(item.group_id, item.part, item.sender))
+            assert succession.reducer(part, epoch) == exchange.open.index
+            if epoch < bar or (part, epoch) in exchange.closed:
+                return
+            weighted = item.weight * item.value
+            exchange.sums[part, epoch] = exchange.sums.get((part, epoch), 0.0) + weighted
+            exchange.inside.setdefault((part, epoch), []).append(item.sender)
+            self._give(name, ev.PartArrived(item.group_id, part, item.sender, epoch))
             return
-        self._put_in_place(node, exchange, item.part, item.value)
-        event = ev.ResultArrived(item.group_id, item.part, item.sender, item.inside, item.crc)
+        if (item.sender, part, epoch) not in exchange.awaited:
+            held = exchange.results.get(part)
+            if epoch < bar or (held is not None and epoch <= held[2]):
+                return
+            if succession.reducer(part, epoch) != item.sender:
+                return
+        self._put_in_place(node, exchange, part, item.value, item.inside, epoch)
+        event = ev.ResultArrived(item.group_id, part, item.sender, item.inside, item.crc, epoch)
         self._give(name, event)  # at once: what a link says is never overtaken by its end
+
+    def _bar(self, name: str, node: Node, effect: ef.Bar) -> None:
+        exchange = node.exchanges[effect.group_id]
+        parts = tuple(p for p in effect.parts if exchange.bars.get(p, 0) <= effect.epoch)
+        held = []
+        for part in parts:
+            exchange.bars[part] = effect.epoch
+            if part in exchange.results:
+                value, inside, epoch = exchange.results[part]
+                mask = sum(1 << i for i in inside)
+                held.append(Held(part, epoch, mask, crc_of(value)))
+        event = ev.Barred(
+            effect.group_id, effect.epoch, parts, tuple(held), effect.asker, effect.number
+        )
+        self.tell(name, event)
 
     def _average(self, name: str, node: Node, effect: ef.Average) -> None:
         exchange = node.exchanges[effect.group_id]
-        part, index = effect.part, exchange.open.index
-        exchange.closed.add(part)
+        part, index, epoch = effect.part, exchange.open.index, effect.epoch
+        if epoch < exchange.bars.get(part, 0):
+            return
+        exchange.closed.add((part, epoch))
         if (name, part) in self.average_fault:
             reason = self.average_fault[name, part]
             if reason is not None:
-                failed = ev.PartFailed(effect.group_id, part, reason, "by the test", result=True)
+                failed = ev.PartFailed(
+                    effect.group_id, part, reason, "by the test", result=True, epoch=epoch
+                )
                 self.tell(name, failed)
             return
-        inside = list(exchange.inside.get(part, []))
+        inside = list(exchange.inside.get((part, epoch), []))
         total = sum(exchange.open.group.members[i].weight for i in inside)
-        value = exchange.sums.get(part, 0.0)
+        value = exchange.sums.get((part, epoch), 0.0)
         if exchange.open.weight > 0:
             value += exchange.open.weight * exchange.own[part]
             total += exchange.open.weight
             inside.append(index)
         if not inside:
             reason = Reason.NO_CONTRIBUTORS
-            self.tell(name, ev.PartFailed(effect.group_id, part, reason, result=True))
+            failed = ev.PartFailed(effect.group_id, part, reason, result=True, epoch=epoch)
+            self.tell(name, failed)
             return
-        mean = value / total
-        exchange.results[part] = (mean, tuple(sorted(inside)))
-        self._put_in_place(node, exchange, part, mean)
-        event = ev.Averaged(effect.group_id, part, tuple(sorted(inside)), crc_of(mean))
-        self.tell(name, event)
+        mean, who = value / total, tuple(sorted(inside))
+        self._put_in_place(node, exchange, part, mean, who, epoch)
+        self.tell(name, ev.Averaged(effect.group_id, part, who, crc_of(mean), epoch))
 
-    def _put_in_place(self, node: Node, exchange: Exchange, part: int, mean: float) -> None:
+    def _put_in_place(
+        self,
+        node: Node,
+        exchange: Exchange,
+        part: int,
+        mean: float,
+        inside: tuple[int, ...],
+        epoch: int,
+    ) -> None:
+        before = exchange.results.get(part, (exchange.own[part],))[0]
+        exchange.results[part] = (mean, inside, epoch)
         for trainer, _ in exchange.open.trainers:
             if trainer in node.values:
                 node.values[trainer][part] = mean
         for trainer in exchange.open.late:
             if trainer in node.values:
-                node.values[trainer][part] += mean - exchange.own[part]
+                node.values[trainer][part] += mean - before
 
     # -- snapshots -----------------------------------------------------------------------------
 

@@ -307,7 +307,7 @@ class Repeater(Static):
         (Hasty, r"claims results for parts \[[01]\] that never arrived"),
         (Boaster, "reports contributors"),
         (Leaper, "its bucket holds"),
-        (Repeater, "averages part . twice"),
+        (Repeater, "averages part . of epoch 0 twice"),
     ],
 )
 def test_a_peer_that_breaks_a_round_is_caught(kind: type[Echo], words: str) -> None:
@@ -355,7 +355,7 @@ def test_an_average_that_is_not_the_mean_is_caught() -> None:
     def watch(node: Any, item: object) -> None:
         if isinstance(item, Average):
             (round_,) = node.plane.rounds.values()
-            round_.sums[item.part] += 1e-9
+            round_.sums[item.part, item.epoch] += 1e-9
 
     world.watchers.append(watch)
     with pytest.raises(Violation, match=r"averages element 0 of part . to .*, the twin to"):

@@ -12,7 +12,7 @@ import pytest
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.messages import Hello, Invite, Join, Lineage, SnapshotRequest
+from moshpitd.core.messages import Hello, Invite, Join, Lineage, NotMember, SnapshotRequest
 from moshpitd.core.outcome import Reason
 from tests.kit.hands import Hands, record_of
 
@@ -21,6 +21,7 @@ DATA_PLANE = {
     Reason.NOT_FINITE,
     Reason.BUCKET_MODIFIED,
     Reason.CODEC,
+    Reason.NORM,
 }
 
 
@@ -220,6 +221,26 @@ def part_size() -> Hands:
     return hands
 
 
+def parity() -> Hands:
+    hands = ready(2)
+    hands.lie = lambda name, to, part, value: value + 1.0
+    hands.start()
+    hands.finish()
+    return hands
+
+
+def excluded() -> Hands:
+    hands = ready(2)
+    hands.start()
+    while not hands.nodes["p01"].opened:
+        hands.step(1)
+    group = hands.nodes["p01"].opened[-1].group.group_id
+    hands.drop = lambda sender, to, what: True
+    hands.tell("p01", ev.Received("p00", NotMember(group, "p01")))
+    hands.settle()
+    return hands
+
+
 SCENES: dict[Reason, Callable[[], Hands]] = {
     Reason.NO_TRAINER: no_trainer,
     Reason.NOT_READY: not_ready,
@@ -238,6 +259,8 @@ SCENES: dict[Reason, Callable[[], Hands]] = {
     Reason.NOT_MEMBER: not_member,
     Reason.WITHDRAWN: withdrawn,
     Reason.PART_SIZE: part_size,
+    Reason.PARITY: parity,
+    Reason.EXCLUDED: excluded,
     Reason.NO_PEERS: lambda: withdrawn(),
     Reason.NO_REDUCER: no_reducer,
     Reason.NO_CONTRIBUTORS: no_contributors,

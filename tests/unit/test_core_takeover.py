@@ -1,0 +1,293 @@
+"""Silence, freezes, lies: what makes a round go on without somebody, or with other bits than it was
+sent. The plain deaths are in test_core_allreduce, beside the twin that judges them.
+
+One rule: time moves only by `Listened`, as on a node, where silence is judged when it is listened
+for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from moshpitd.core import effects as ef
+from moshpitd.core import events as ev
+from moshpitd.core.balance import load_shares, succession
+from moshpitd.core.messages import Crcs, NotMember, Parity, TakeOver
+from moshpitd.core.outcome import Reason, Status
+from moshpitd.core.params import Params
+from moshpitd.core.quiet import ENOUGH, Quiet
+from tests.unit.test_core_allreduce import Swarm, from_its_reducer, swarm
+
+LISTEN_S = 0.2
+
+
+def listen(it: Swarm, until_s: float, *, deaf: Callable[[str, str], bool]) -> None:
+    """Everybody hears everybody, a few times a second, except where `deaf(who, whom)`."""
+    hands = it.hands
+    end = hands.now + until_s
+    while hands.now < end and hands.open_calls():
+        hands.run(until_s=hands.now + LISTEN_S)
+        for name in it.tokens:
+            heard = tuple(o for o in it.tokens if o != name and not deaf(name, o))
+            if hands.nodes[name].alive:
+                hands.tell(name, ev.Listened(heard))
+        hands.settle()
+
+
+# -- silence and freezes
+
+
+def test_a_frozen_member_costs_the_others_the_shortest_silence_and_no_result() -> None:
+    it = swarm(4, parts=12)
+    it.begun()
+    hands = it.hands
+    hands.step(7)
+    began = hands.now
+    hands.nodes["p03"].alive = False  # stopped: its links stay up and say nothing
+    listen(it, 30.0, deaf=lambda who, whom: whom == "p03")
+    for name in ("p00", "p01", "p02"):
+        outcome = it.outcome(name)
+        assert outcome.parts_without_result == ()
+        assert dict(outcome.excluded)["p03"] is Reason.SILENT
+        assert outcome.agreed == ("p00", "p01", "p02")
+        took = hands.ended_at[it.tokens[name]] - began
+        assert hands.params.silence_min_s - LISTEN_S <= took <= hands.params.silence_min_s + 0.5
+    # It wakes: what the others said meanwhile is waiting for it.
+    hands.nodes["p03"].alive = True
+    told = [m for m in hands.said(NotMember, to="p03") if isinstance(m, NotMember)]
+    assert {m.peer_id for m in told} == {"p03"}
+    for sender in ("p00", "p01", "p02"):
+        hands.tell("p03", ev.Received(sender, told[0]))
+    hands.tell("p03", ev.Listened(("p00", "p01", "p02")))
+    hands.settle()
+    outcome = it.outcome("p03")
+    assert (outcome.status, outcome.reason) == (Status.FAILED, Reason.EXCLUDED)
+    assert not outcome.accepted
+    assert hands.nodes["p03"].peer.version == 0
+
+
+def test_who_slept_blames_nobody_for_it() -> None:
+    it = swarm(3, parts=6)
+    it.hands.drop = lambda sender, to, what: from_its_reducer(what)
+    it.begun()
+    it.hands.settle()
+    it.hands.tell("p00", ev.Listened(("p01", "p02")))
+    it.hands.settle()
+    it.hands.now += 8.0  # p00 was stopped, nobody heard anybody meanwhile
+    it.hands.tell("p00", ev.Listened(()))
+    it.hands.settle()
+    assert [name for name, _ in it.hands.named("woke")] == ["p00"]
+    assert not [n for name, n in it.hands.named("member_excluded") if name == "p00"]
+    it.hands.now += LISTEN_S
+    it.hands.tell("p00", ev.Listened(("p01",)))
+    it.hands.settle()
+    assert not [n for name, n in it.hands.named("member_excluded") if name == "p00"]
+
+
+def test_one_that_one_member_alone_does_not_hear_is_told_and_goes_on_with_the_others() -> None:
+    it = swarm(4, parts=8)
+    it.begun()
+    it.hands.step(5)
+    it.hands.drop = lambda sender, to, what: (
+        isinstance(what, tuple)
+        and {sender, to}
+        == {
+            "p00",
+            "p03",
+        }
+    )
+    listen(it, 60.0, deaf=lambda who, whom: (who, whom) == ("p00", "p03"))
+    for name in ("p01", "p02", "p03"):
+        assert it.outcome(name).parts_without_result == ()
+        assert it.outcome(name).reason is not Reason.EXCLUDED
+    for part in range(8):
+        assert len({it.hands.value(name, part) for name in it.tokens}) == 1
+
+
+def test_how_long_a_link_may_be_quiet_is_learned_from_it() -> None:
+    params = Params()
+    quiet = Quiet(params)
+    assert quiet.limit_s("p01") == params.silence_min_s
+    for gap in (0.2, 0.21, 0.2, 0.19, 0.2):
+        quiet.heard("p01", gap)
+    assert quiet.limit_s("p01") == params.silence_min_s
+    for gap in (1.0, 1.5, 2.0, 1.2, 1.8, 1.4, 1.6, 1.1, 1.9):  # a link that stutters
+        quiet.heard("p02", gap)
+    assert quiet.limit_s("p02") == pytest.approx(1.5 + 8.0 * 0.3)
+    for _ in range(ENOUGH):
+        quiet.heard("p03", 500.0)
+    assert quiet.limit_s("p03") == params.part_timeout_s
+
+
+def test_what_is_known_of_quiet_links_is_bounded() -> None:
+    quiet = Quiet(Params(max_candidates=4))
+    for number in range(100):
+        for _ in range(ENOUGH):
+            quiet.heard(f"p{number}", 5.0)
+        quiet.limit_s(f"p{number}")
+    assert quiet.limit_s("p99") == 5.0
+    assert quiet.limit_s("p95") == Params().silence_min_s
+    assert len(quiet._limits) <= 4
+
+
+# -- lies and damage
+
+
+def test_a_reducer_that_tells_one_member_something_else_is_outvoted() -> None:
+    it = swarm(4, parts=8)
+    mine = 1  # p01 reduces parts 1 and 5
+    it.hands.lie = lambda name, to, part, value: value + (name == "p01" and to == "p03") * 1.0
+    it.hands.finish()
+    assert it.reducers()[mine] == 1
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert outcome.status is Status.COMPLETE
+        assert outcome.parts_without_result == ()
+        assert outcome.agreed == ("p00", "p01", "p02", "p03")
+        for part in range(8):
+            assert it.hands.value(name, part) == it.hands.value("p00", part)
+    repaired = [(name, note.fields["part"]) for name, note in it.hands.named("part_repaired")]
+    assert repaired == [("p03", 1), ("p03", 5)]
+    assert {name for name, _ in it.hands.named("parity_differs")} == {"p00", "p01", "p02", "p03"}
+
+
+def test_damage_at_one_member_is_repaired_by_the_majority() -> None:
+    """A bit flips between the reducer's memory and one member's bucket, under a right frame."""
+    it = swarm(3, parts=6)
+    it.hands.lie = lambda name, to, part, value: (
+        -value if (name, to, part) == ("p00", "p02", 3) else value
+    )
+    it.hands.finish()
+    assert it.hands.named("part_repaired")
+    for name in it.tokens:
+        assert it.hands.value(name, 3) == it.hands.value("p00", 3)
+        assert it.outcome(name).status is Status.COMPLETE
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_without_a_majority_all_keep_local_values(count: int) -> None:
+    it = swarm(count, parts=8)
+    low = ("p00", "p01")[: count // 2]
+    it.hands.lie = lambda name, to, part, value: (
+        value + 1.0 if part == 3 and from_three(it, name) and to in low else value
+    )
+    it.hands.finish()
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.PARITY)
+        assert outcome.parts_without_result == (3,)
+        assert set(outcome.agreed) == set(it.tokens)
+
+
+def from_three(it: Swarm, name: str) -> bool:
+    return list(it.tokens).index(name) == it.reducers()[3]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_lies_are_repaired_or_disputed_and_never_kept(seed: int) -> None:
+    """One reducer lies to a random choice of members about random parts."""
+    it = swarm(5, parts=10, seed=seed, shuffle=True)
+    rng = random.Random(seed)
+    fooled = {(name, part) for name in it.tokens for part in range(10) if rng.random() < 0.3}
+    it.hands.lie = lambda name, to, part, value: (
+        value + 1.0 if name == "p02" and (to, part) in fooled else value
+    )
+    it.hands.finish()
+    honest = [name for name in it.tokens if name != "p02"]
+    for part in range(10):
+        held = {
+            it.hands.value(name, part)
+            for name in honest
+            if part not in it.outcome(name).parts_without_result
+        }
+        assert len(held) <= 1
+    # Members that cannot agree keep local values in step, not some of them.
+    assert len({it.outcome(name).parts_without_result for name in honest}) == 1
+
+
+def test_stamps_that_lie_cost_at_most_the_part() -> None:
+    """A member whose stamps are made up cannot outvote two that agree."""
+    it = swarm(3, parts=4)
+    it.hands.change = lambda sender, to, message: (
+        Parity(message.group_id, b"made up", 0)
+        if sender == "p02" and isinstance(message, Parity)
+        else Crcs(message.group_id, 0, bytes(range(16)))
+        if sender == "p02" and isinstance(message, Crcs)
+        else message
+    )
+    it.hands.finish()
+    for name in ("p00", "p01"):
+        assert it.outcome(name).parts_without_result == ()
+        assert it.outcome(name).agreed == ("p00", "p01")
+        for part in range(4):
+            assert it.hands.value(name, part) == it.hands.value("p00", part)
+
+
+# -- the one that takes over
+
+
+def test_a_member_that_never_answers_a_takeover_is_left_out_in_two_seconds() -> None:
+    it = swarm(4, parts=8)
+    it.hands.average_fault = {("p03", part): None for part in range(8)}
+    mute: list[bool] = []
+    it.hands.drop = lambda sender, to, what: (
+        bool(mute) and sender == "p02" and not isinstance(what, tuple)
+    )
+    it.begun()
+    it.hands.settle()
+    began = it.hands.now
+    mute.append(True)
+    it.hands.kill("p03")
+    it.hands.finish()
+    for name in ("p00", "p01"):
+        assert it.outcome(name).parts_without_result == ()
+        took = it.hands.ended_at[it.tokens[name]] - began
+        assert took <= it.hands.params.answer_timeout_s + it.hands.params.part_timeout_s
+    assert (Reason.NO_ANSWER.value, "p02") in {
+        (note.reason, note.peer) for _, note in it.hands.named("member_excluded")
+    }
+
+
+def test_a_round_that_is_over_says_so_to_whoever_takes_over_too_late() -> None:
+    it = swarm(3, parts=6)
+    it.hands.finish()
+    group = it.hands.nodes["p00"].opened[-1].group.group_id
+    it.hands.tell("p00", ev.Received("p01", TakeOver(group, 1, 1, (0,))))
+    it.hands.settle()
+    assert it.hands.said(NotMember, sender="p00") == [NotMember(group, "p00")]
+
+
+def test_the_order_of_a_part_names_everybody_once_and_spreads_by_share() -> None:
+    rates = [1000.0, 1000.0, 500.0, 0.0, 1000.0]
+    shares = load_shares(rates)
+    group = b"0123456789abcdef"
+    seconds = dict.fromkeys(range(5), 0)
+    for part in range(2000):
+        order = succession(group, part, rates, shares, first=0)
+        assert order[0] == 0
+        assert sorted(order) == [0, 1, 2, 3, 4]
+        assert order[-1] == 3  # it cannot be dialled: only when nobody else is left
+        seconds[order[1]] += 1
+    total = sum(shares[i] for i in (1, 2, 4))
+    for i in (1, 2, 4):
+        assert seconds[i] / 2000 == pytest.approx(shares[i] / total, abs=0.04)
+
+
+def test_the_effects_of_a_takeover_in_order() -> None:
+    it = swarm(3, parts=3)
+    it.hands.average_fault = {("p02", 2): None}
+    it.begun()
+    it.hands.settle()
+    it.hands.effects.clear()
+    it.hands.kill("p02")
+    it.hands.settle()
+    took = it.hands.named("part_taken_over")[0][0]
+    kinds = [
+        type(effect).__name__
+        for name, effect in it.hands.effects
+        if name == took and isinstance(effect, (ef.Bar, ef.Average, ef.Push, ef.HandOver))
+    ]
+    assert kinds == ["Bar", "Average", "Push"]
