@@ -8,7 +8,7 @@ bucket's size. All calls about one part come under that part's lock (see `accumu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from moshpitd.core.outcome import Reason
@@ -72,20 +72,41 @@ class LocalValues:
         together.mean(out)
         return out
 
-    def apply(self, part: Part, values: Tensor) -> None:
-        """Put a result in place; the late trainers first, while our contribution is still there."""
+    def apply(self, part: Part, values: Tensor, *, again: bool) -> None:
+        """Put a result in place; the late trainers first, while our contribution is still there.
+
+        `again`: an earlier result of this part is in place, and this one takes its place.
+        """
         for late in self._late:
-            if _writable(late):
+            if not _writable(late):
+                continue
+            if again:
+                self._correct_delta(late.bucket, part, values)
+            else:
                 self._apply_delta(late.bucket, part, values)
         for source in self._sources:
             if _writable(source):
                 self._layout.part_view(source.bucket.data, part).copy_(values)
 
-    def finish(self, applied: bytearray) -> None:
+    def has_result(self) -> bool:
+        """Whether what was applied is still there: in a bucket that its trainer left alone."""
+        return any(source.intact() for source in self._sources)
+
+    def read_result(self, part: Part, out: Tensor) -> bool:
+        """Copy the bytes of the result in place to `out` (uint8); False: no bucket holds it."""
+        for source in self._sources:
+            if source.intact():
+                stop = part.offset_bytes + part.nbytes
+                out.copy_(source.bucket.data[part.offset_bytes : stop])
+                if source.intact():
+                    return True
+        return False
+
+    def finish(self, applied: Container[int]) -> None:
         """The round is over. Late trainers add their bucket: parts without a result are zeros."""
         for late in self._late:
             for part in self._layout.parts:
-                if not applied[part.index] and _writable(late):
+                if part.index not in applied and _writable(late):
                     self._apply_delta(late.bucket, part, None)
 
     def _apply_delta(self, bucket: Bucket, part: Part, values: Tensor | None) -> None:
@@ -103,6 +124,19 @@ class LocalValues:
             mean_delta(out, result=values, contribution=self.contribution(part), onto=not first)
         elif first:
             out.zero_()  # no result, or nobody knows any more what our contribution was
+
+    def _correct_delta(self, bucket: Bucket, part: Part, values: Tensor) -> None:
+        """A delta was made of the result that `values` replaces: it moves by new - old."""
+        deltas, out = bucket.deltas, self._layout.part_view(bucket.data, part)
+        if deltas is None or part.index not in deltas.parts:
+            return
+        if part.rule == "max":
+            max_delta(out, result=values, own=deltas.own[part.index])
+            return
+        old = next((source for source in self._sources if source.intact()), None)
+        if old is not None:
+            before = self._layout.part_view(old.bucket.data, part)
+            mean_delta(out, result=values, contribution=before, onto=True)
 
 
 def _sources(trainers: Sequence[tuple[str, float]], buckets: Mapping[str, Bucket]) -> list[Source]:

@@ -23,10 +23,12 @@ from typing import Any
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
 from moshpitd.core.matchmaking import group_id_of
-from moshpitd.core.messages import Begin, Member, Message, Record
+from moshpitd.core.messages import Begin, Held, Member, Message, Record
 from moshpitd.core.outcome import OnPartial, Outcome, Reason
 from moshpitd.core.params import Params
 from moshpitd.core.peer import Peer
+from moshpitd.core.succession import Succession
+from moshpitd.daemon.standing import AHEAD, Standing
 
 SCHEMA = b"schema-of-the-tests"
 STUCK_TICKS = 50  # so many wake-ups at one instant with nothing said: a driver would spin
@@ -34,14 +36,18 @@ STUCK_TICKS = 50  # so many wake-ups at one instant with nothing said: a driver 
 
 @dataclass
 class Exchange:
-    """One group's data at one peer."""
+    """One group's data at one peer. Which epoch may do what is asked of the data plane's own
+    `Standing`."""
 
     open: ef.Open
     own: list[float]
-    sums: dict[int, float] = field(default_factory=dict)
-    inside: dict[int, list[int]] = field(default_factory=dict)
-    results: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
-    closed: set[int] = field(default_factory=set)
+    standing: Standing
+    sums: dict[tuple[int, int], float] = field(default_factory=dict)
+    inside: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    results: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)  # ours
+    averaged_in: dict[int, int] = field(default_factory=dict)  # part -> epoch of that result
+    placed: dict[int, Result] = field(default_factory=dict)
+    ahead: list[Contribution] = field(default_factory=list)
 
 
 @dataclass
@@ -69,11 +75,12 @@ class Contribution:
     sender: int
     value: float
     weight: float
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
 class Result:
-    """A part on its way back."""
+    """A part on its way back, as its reducer's payload or handed over by somebody who holds it."""
 
     group_id: bytes
     part: int
@@ -81,6 +88,7 @@ class Result:
     value: float
     inside: tuple[int, ...]
     crc: int
+    epoch: int = 0
 
 
 Item = ev.Event | Contribution | Result
@@ -117,6 +125,9 @@ class Hands:
         self.snapshot_fault: dict[str, str] = {}  # donor -> "corrupt" | "hang" | "fail"
         self.average_fault: dict[tuple[str, int], Reason | None] = {}  # (name, part); None: silence
         self.push_fault: dict[tuple[str, int], Reason] = {}
+        # Whether `name` hears bytes from `other` while a round of both is open; told whenever time
+        # moves, as the data plane does several times a second.
+        self.heard: Callable[[str, str], bool] = lambda name, other: False
         self.directory_fault: set[str] = set()  # names whose look-ups fail
         self.params = params or Params()
         self.parts, self.seed = parts, seed
@@ -240,7 +251,7 @@ class Hands:
                 return
             stuck = 0 if at > self.now else stuck + 1
             assert stuck < STUCK_TICKS, f"{name} asks to be woken at {at} for ever" + self.tail()
-            self.now = max(self.now, at)
+            self._move_to(at)
             self._give(name, ev.Ticked())
         raise AssertionError("no end in sight" + self.tail())
 
@@ -258,9 +269,23 @@ class Hands:
             assert at <= end, f"{self.open_calls()} not finished by {end}" + self.tail()
             stuck = 0 if at > self.now else stuck + 1
             assert stuck < STUCK_TICKS, f"{name} asks to be woken at {at} for ever" + self.tail()
-            self.now = max(self.now, at)
+            self._move_to(at)
             self._give(name, ev.Ticked())
         raise AssertionError("no end in sight" + self.tail())
+
+    def _move_to(self, at: float) -> None:
+        """Time passes; what was heard meanwhile is told first, at the new time."""
+        if at <= self.now:
+            return
+        self.now = at
+        for name, node in list(self.nodes.items()):
+            if not node.alive:
+                continue
+            members = [m for e in node.exchanges.values() for m in e.open.group.members]
+            for other in dict.fromkeys(member.peer_id for member in members):
+                there = self.nodes.get(other)
+                if other != name and there and there.alive and self.heard(name, other):
+                    self._give(name, ev.LinkHeard(other))
 
     def settle(self) -> None:
         """Hand over everything that is on its way; time stands still."""
@@ -382,7 +407,15 @@ class Hands:
                 assert effect.what in ef.NOTES, effect
                 self.notes.append((name, effect))
                 node.attempts += effect.what == "attempt_started"
-            case ef.Open() | ef.Push() | ef.Average() | ef.Close():
+            case (
+                ef.Open()
+                | ef.Push()
+                | ef.Average()
+                | ef.Bar()
+                | ef.HandOver()
+                | ef.Await()
+                | ef.Close()
+            ):
                 self._exchange(name, node, effect)
             case _:
                 self._snapshot(name, node, effect)
@@ -416,14 +449,23 @@ class Hands:
                 assert node.attempts > len(node.opened), f"{name} is in two groups of one attempt"
                 group_id = effect.group.group_id
                 own = [_own(node, effect, part) for part in range(self.parts)]
-                node.exchanges[group_id] = Exchange(effect, own)
+                succession = Succession(effect.group, effect.reducers)
+                standing = Standing(succession, effect.index)
+                node.exchanges[group_id] = Exchange(effect, own, standing)
                 node.opened.append(effect)
                 for item in node.early.pop(group_id, []):  # after the other effects of this event
                     self.tell(name, item, plane="early")
             case ef.Push():
                 self._push(name, node, effect)
+            case ef.HandOver():
+                self._push_held(name, node, effect)
             case ef.Average():
                 self._average(name, node, effect)
+            case ef.Bar():
+                self._bar(name, node, effect)
+            case ef.Await():
+                standing = node.exchanges[effect.group_id].standing
+                standing.expect(effect.sender, effect.parts, effect.epoch)
             case ef.Close():
                 node.exchanges.pop(effect.group_id, None)
                 node.over.add(effect.group_id)
@@ -437,18 +479,36 @@ class Hands:
         for part in effect.parts:
             reason = self.push_fault.get((name, part))
             if reason is not None and not effect.result:
-                self.tell(name, ev.PartFailed(effect.group_id, part, reason, "by the test"))
+                failed = ev.PartFailed(effect.group_id, part, reason, "by the test")
+                self.tell(name, replace(failed, epoch=effect.epoch))
                 continue
             if to not in self.nodes or self.drop(name, to, (effect, part)):
                 continue
+            if effect.epoch < exchange.standing.bar(part):
+                continue  # asked for before the bar
             item: Contribution | Result
             if effect.result:
+                assert exchange.averaged_in.get(part, 0) == effect.epoch, (name, effect)
                 value, inside = exchange.results[part]
-                item = Result(effect.group_id, part, me, value, inside, crc_of(value))
+                crc = crc_of(value)
+                item = Result(effect.group_id, part, me, value, inside, crc, effect.epoch)
+            elif part in exchange.placed:
+                continue  # a contribution cannot be read where a result is in place
             else:
                 weight = exchange.open.weight
-                item = Contribution(effect.group_id, part, me, exchange.own[part], weight)
+                item = Contribution(
+                    effect.group_id, part, me, exchange.own[part], weight, effect.epoch
+                )
             self.tell(to, item, origin=name, plane="bulk")
+
+    def _push_held(self, name: str, node: Node, effect: ef.HandOver) -> None:
+        exchange = node.exchanges[effect.group_id]
+        to = exchange.open.group.members[effect.to].peer_id
+        for part in effect.parts:
+            if to in self.nodes and not self.drop(name, to, (effect, part)):
+                held = exchange.placed[part]
+                item = replace(held, sender=exchange.open.index, epoch=effect.epoch)
+                self.tell(to, item, origin=name, plane="bulk")
 
     def _land(self, name: str, node: Node, item: Contribution | Result) -> None:
         """A contribution reaches its reducer's accumulator, or a result the bucket."""
@@ -458,50 +518,82 @@ class Hands:
                 node.early.setdefault(item.group_id, []).append(item)  # before Begin: held
             return
         if isinstance(item, Contribution):
-            if item.part not in exchange.closed:
-                weighted = item.weight * item.value
-                exchange.sums[item.part] = exchange.sums.get(item.part, 0.0) + weighted
-                exchange.inside.setdefault(item.part, []).append(item.sender)
-                self._give(name, ev.PartArrived(item.group_id, item.part, item.sender))
+            dropped = exchange.standing.contribution(item.part, item.epoch, item.sender)
+            assert dropped not in ("wrong_reducer", "repeated"), (name, dropped, item)
+            if dropped == AHEAD:
+                exchange.ahead.append(item)
+            elif dropped is None:
+                key = (item.part, item.epoch)
+                exchange.sums[key] = exchange.sums.get(key, 0.0) + item.weight * item.value
+                exchange.inside.setdefault(key, []).append(item.sender)
+                event = ev.PartArrived(item.group_id, item.part, item.sender, item.epoch)
+                self._give(name, event)
             return
-        self._put_in_place(node, exchange, item.part, item.value)
-        event = ev.ResultArrived(item.group_id, item.part, item.sender, item.inside, item.crc)
-        self._give(name, event)  # at once: what a link says is never overtaken by its end
+        dropped, _ = exchange.standing.result(item.part, item.epoch, item.sender)
+        assert dropped not in ("wrong_reducer", "repeated"), (name, dropped, item)
+        if dropped is None:
+            self._put_in_place(node, exchange, item)
+            arrived = ev.ResultArrived(
+                item.group_id, item.part, item.sender, item.inside, item.crc, item.epoch
+            )
+            self._give(name, arrived)  # at once: what a link says is never overtaken by its end
+
+    def _bar(self, name: str, node: Node, effect: ef.Bar) -> None:
+        exchange = node.exchanges[effect.group_id]
+        standing = exchange.standing
+        barred = tuple(part for part in effect.parts if standing.raise_bar(part, effect.epoch))
+        held = tuple(h for h in map(standing.held, barred) if h is not None)
+        self.tell(name, ev.Barred(effect.group_id, effect.epoch, barred, held))
+        ahead, exchange.ahead = exchange.ahead, []
+        for item in ahead:
+            self.tell(name, item, plane="ahead")
 
     def _average(self, name: str, node: Node, effect: ef.Average) -> None:
         exchange = node.exchanges[effect.group_id]
-        part, index = effect.part, exchange.open.index
-        exchange.closed.add(part)
+        part, epoch, index = effect.part, effect.epoch, exchange.open.index
+        if not exchange.standing.shut(part, epoch):
+            return  # barred since, or a result is here: both were told
+        failed = ev.PartFailed(
+            effect.group_id, part, Reason.SUPERSEDED, "by the test", result=True, epoch=epoch
+        )
         if (name, part) in self.average_fault:
             reason = self.average_fault[name, part]
             if reason is not None:
-                failed = ev.PartFailed(effect.group_id, part, reason, "by the test", result=True)
-                self.tell(name, failed)
+                self.tell(name, replace(failed, reason=reason))
             return
-        inside = list(exchange.inside.get(part, []))
+        if part in exchange.placed:
+            self.tell(name, failed)  # our own contribution is not there any more
+            return
+        inside = list(exchange.inside.get((part, epoch), []))
         total = sum(exchange.open.group.members[i].weight for i in inside)
-        value = exchange.sums.get(part, 0.0)
+        value = exchange.sums.get((part, epoch), 0.0)
         if exchange.open.weight > 0:
             value += exchange.open.weight * exchange.own[part]
             total += exchange.open.weight
             inside.append(index)
         if not inside:
-            reason = Reason.NO_CONTRIBUTORS
-            self.tell(name, ev.PartFailed(effect.group_id, part, reason, result=True))
+            self.tell(name, replace(failed, reason=Reason.NO_CONTRIBUTORS, detail=""))
             return
         mean = value / total
-        exchange.results[part] = (mean, tuple(sorted(inside)))
-        self._put_in_place(node, exchange, part, mean)
-        event = ev.Averaged(effect.group_id, part, tuple(sorted(inside)), crc_of(mean))
-        self.tell(name, event)
+        who = tuple(sorted(inside))
+        result = Result(effect.group_id, part, index, mean, who, crc_of(mean), epoch)
+        exchange.results[part], exchange.averaged_in[part] = (mean, who), epoch
+        self._put_in_place(node, exchange, result)
+        self.tell(name, ev.Averaged(effect.group_id, part, who, result.crc, epoch))
 
-    def _put_in_place(self, node: Node, exchange: Exchange, part: int, mean: float) -> None:
+    def _put_in_place(self, node: Node, exchange: Exchange, result: Result) -> None:
+        part = result.part
+        before = exchange.placed.get(part)
+        was = exchange.own[part] if before is None else before.value
         for trainer, _ in exchange.open.trainers:
             if trainer in node.values:
-                node.values[trainer][part] = mean
+                node.values[trainer][part] = result.value
         for trainer in exchange.open.late:
             if trainer in node.values:
-                node.values[trainer][part] += mean - exchange.own[part]
+                node.values[trainer][part] += result.value - was
+        exchange.placed[part] = result
+        mask = sum(1 << i for i in result.inside)
+        exchange.standing.place(Held(part, result.epoch, mask, result.crc))
 
     # -- snapshots -----------------------------------------------------------------------------
 
