@@ -72,17 +72,14 @@ class LocalValues:
         together.mean(out)
         return out
 
-    def apply(self, part: Part, values: Tensor, *, again: bool) -> None:
-        """Put a result in place; the late trainers first, while our contribution is still there.
+    def apply(self, part: Part, values: Tensor) -> None:
+        """Put a result in place; the late trainers first.
 
-        `again`: an earlier result of this part is in place, and this one takes its place.
+        The other buckets still hold our contribution then, or the result of a lower epoch that this
+        one replaces: in both cases what a late trainer has to add moves by new - old.
         """
         for late in self._late:
-            if not _writable(late):
-                continue
-            if again:
-                self._correct_delta(late.bucket, part, values)
-            else:
+            if _writable(late):
                 self._apply_delta(late.bucket, part, values)
         for source in self._sources:
             if _writable(source):
@@ -124,19 +121,6 @@ class LocalValues:
             mean_delta(out, result=values, contribution=self.contribution(part), onto=not first)
         elif first:
             out.zero_()  # no result, or nobody knows any more what our contribution was
-
-    def _correct_delta(self, bucket: Bucket, part: Part, values: Tensor) -> None:
-        """A delta was made of the result that `values` replaces: it moves by new - old."""
-        deltas, out = bucket.deltas, self._layout.part_view(bucket.data, part)
-        if deltas is None or part.index not in deltas.parts:
-            return
-        if part.rule == "max":
-            max_delta(out, result=values, own=deltas.own[part.index])
-            return
-        old = next((source for source in self._sources if source.intact()), None)
-        if old is not None:
-            before = self._layout.part_view(old.bucket.data, part)
-            mean_delta(out, result=values, contribution=before, onto=True)
 
 
 def _sources(trainers: Sequence[tuple[str, float]], buckets: Mapping[str, Bucket]) -> list[Source]:

@@ -106,7 +106,7 @@ class Shared:
 
     def put_in_place(self, part: Part, values: Tensor, held: Held) -> None:
         """Lock held; `standing.may_place` said yes."""
-        self.local.apply(part, values, again=self.standing.held(part.index) is not None)
+        self.local.apply(part, values)
         self.standing.place(held)
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ class Standing:
         self._bars: dict[int, int] = {}
         self._held: dict[int, Held] = {}
         self._shut: dict[int, int] = {}  # part -> highest epoch in which we closed it as reducer
-        self._looked: dict[int, tuple[int, int]] = {}  # part -> (epoch, senders looked at in it)
+        # part -> contributions looked at; there is one epoch of a part in which we reduce it
+        self._looked: dict[int, int] = {}
         self._results: set[tuple[int, int, int]] = set()  # (sender, part, epoch) looked at
         self._expected: set[tuple[int, int, int]] = set()  # the same, asked for by our core
 
@@ -71,11 +72,10 @@ class Standing:
             return "below_bar"
         if not self.is_open(part, epoch):
             return "part_closed"
-        at, mask = self._looked.get(part, (epoch, 0))
-        mask = mask if at == epoch else 0
+        mask = self._looked.get(part, 0)
         if mask >> sender & 1:
             return "repeated"
-        self._looked[part] = (epoch, mask | 1 << sender)
+        self._looked[part] = mask | 1 << sender
         return None
 
     def result(self, part: int, epoch: int, sender: int) -> tuple[str | None, bool]:
