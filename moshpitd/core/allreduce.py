@@ -314,8 +314,9 @@ class Round:
         detail = f" ({event.detail})" if event.detail else ""
         st.detail(f"part {event.part}: {self._cause(event.reason)}{detail}")
         if event.result:
-            if st.closing.get(event.part) == event.epoch:
-                del st.closing[event.part]
+            mine = event.part in st.awaiting and event.epoch == st.epoch(event.part)
+            if mine or st.closing.get(event.part) == event.epoch:
+                st.closing.pop(event.part, None)
                 st.give_up(event.part, event.reason)
                 st.tell(NoResult(self.group.group_id, event.reason, event.epoch, (event.part,)))
         elif 0 <= event.part < st.parts():

@@ -5,39 +5,36 @@ a bucket; both happen under the part's lock, in one call that cannot fail halfwa
 closed when, and who is waited for, is the core's business and not decided here.
 
 Everything here runs in link threads and in the exchange's pool, and touches the trainers' buckets
-only through `local.LocalValues`.
+only through `local.LocalValues`. What a frame may do at all is asked of `ledger.Ledger`, once
+before it is decoded and again, under the same lock, when it is used.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 
-from moshpitd.core.effects import Open
-from moshpitd.core.events import (
-    Averaged,
-    Event,
-    PartArrived,
-    PartFailed,
-    PartRefused,
-    ResultArrived,
-)
+from moshpitd.core.effects import Bar, Open
+from moshpitd.core.events import Barred, Event, PartRefused, ResultArrived
+from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
+from moshpitd.daemon.averaging import Reducer
 from moshpitd.daemon.buffers import Bucket
-from moshpitd.daemon.local import LocalValues
-from moshpitd.daemon.pacing import Frame, Skipped
-from moshpitd.errors import LocalProtocolError, TrainerError
+from moshpitd.daemon.early import EarlyFrames
+from moshpitd.daemon.early import Held as HeldFrame
+from moshpitd.daemon.ledger import AHEAD
+from moshpitd.daemon.pacing import Frame
+from moshpitd.daemon.sending import LABEL, Sender
+from moshpitd.daemon.shared import Shared, members_in
 from moshpitd.net.frames import FrameKind, Header
-from moshpitd.tensors.codecs import RAW, Codec, codec_for
+from moshpitd.tensors.codecs import RAW, Codec
 from moshpitd.tensors.layout import Layout, Part
-from moshpitd.tensors.mapped import Scratch, Tensor, bytes_of, fresh, tensor_of, typed
-from moshpitd.tensors.reduction import PartAccumulator, first_nonfinite
+from moshpitd.tensors.mapped import Scratch, Tensor, tensor_of, typed
+from moshpitd.tensors.reduction import first_nonfinite
 
-# Two parts share a lock only by chance; a lock per part would be 100,000 of them in a large model.
-LOCKS = 64
+log = logging.getLogger(__name__)
 
 
 class Round:
@@ -47,7 +44,7 @@ class Round:
     trainers may have them back.
     """
 
-    kinds = frozenset({FrameKind.CONTRIBUTION, FrameKind.RESULT})
+    kinds = frozenset({FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.HANDOVER})
 
     def __init__(
         self,
@@ -61,293 +58,225 @@ class Round:
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
     ) -> None:
-        if len(opened.reducers) != len(layout.parts):
-            raise LocalProtocolError(
-                f"a round of {len(opened.reducers)} parts, expected {len(layout.parts)}"
-            )
         self.group = opened.group
         self.group_id = opened.group.group_id
-        self.index = opened.index
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self._layout = layout
         self.run_hash = run_hash
-        self._reducers = opened.reducers
-        self._weight = opened.weight
-        self._post_event = post
-        self._drop = drop
-        self._timed = timed
-        self._indices = {member.peer_id: i for i, member in enumerate(self.group.members)}
-        self._codecs = {r.dtype: codec_for(self.group.codec, r.dtype) for r in layout.regions}
-        self._local = LocalValues(
-            layout, trainers=opened.trainers, late=opened.late, buckets=buckets, scratch=scratch
+        self._shared = shared = Shared(
+            opened,
+            layout,
+            run_hash=run_hash,
+            buckets=buckets,
+            scratch=scratch,
+            post=post,
+            drop=drop,
+            timed=timed,
         )
-        self._scratch = scratch
-        self._locks = [threading.Lock() for _ in range(LOCKS)]
-        self._counts = threading.Lock()
-        self._closed = False
-        # The following are keyed by part, touched under the part's lock, and filled as parts come.
-        self._accumulators: dict[int, PartAccumulator] = {}
-        self._seen: dict[int, int] = {}  # bit i: member i's contribution (or result) was looked at
-        self._inside: dict[int, int] = {}  # bit i: member i is in the accumulator
-        self._payloads: dict[int, tuple[Tensor, int]] = {}  # our results, and who is in them
-        self._averaged = bytearray(len(layout.parts))
-        self._applied = bytearray(len(layout.parts))
+        self._reducer = Reducer(shared)
+        self._sender = Sender(shared, self._reducer.payload)
+        self._indices = {member.peer_id: i for i, member in enumerate(self.group.members)}
+        self._ahead = EarlyFrames()
+        self._ahead_lock = threading.Lock()  # taken under a part's lock, never the other way round
 
     def uses(self, bucket: Bucket) -> bool:
-        return self._local.uses(bucket)
+        return self._shared.local.uses(bucket)
 
-    # -- sending ----------------------------------------------------------------------------------
+    @property
+    def moved(self) -> tuple[int, int]:
+        """(bytes sent, bytes received) of payloads."""
+        return self._shared.bytes_sent, self._shared.bytes_received
 
-    def outgoing(self, parts: tuple[int, ...], *, result: bool) -> Iterator[Frame]:
-        """The frames of a push, made one by one as the link gets to them.
+    # -- what the core asks for -------------------------------------------------------------------
 
-        Parts go in ascending order to every member: then all senders reach a reducer's first part
-        first, it is averaged while the others still travel, and few accumulators are open at once.
-        """
-        for index in parts:
-            if not 0 <= index < len(self._layout.parts) or self._closed:
+    def outgoing(self, parts: Iterable[int], *, result: bool, epoch: int = 0) -> Iterator[Frame]:
+        return self._sender.push(parts, result=result, epoch=epoch)
+
+    def hand_over(self, parts: Iterable[int], *, epoch: int) -> Iterator[Frame]:
+        return self._sender.hand_over(parts, epoch=epoch)
+
+    def average(self, index: int, epoch: int = 0) -> None:
+        self._reducer.average(index, epoch)
+
+    def expect(self, sender: int, parts: Iterable[int], epoch: int) -> None:
+        self._shared.ledger.expect(sender, parts, epoch)
+
+    def bar(self, effect: Bar) -> None:
+        """Let nothing below its epoch touch these parts from now on, and say what they hold."""
+        shared, epoch = self._shared, effect.epoch
+        barred: list[int] = []
+        held: list[Held] = []
+        for index in effect.parts:
+            if not 0 <= index < len(shared.layout.parts):
                 continue
-            part = self._layout.parts[index]
-            code = self._codecs[part.dtype].code
-            if not result:
-                header = self._header(FrameKind.CONTRIBUTION, part, code)
-                yield header, partial(self._contribution_payload, part)
-            elif (stored := self._payloads.get(index)) is not None:
-                header = self._header(FrameKind.RESULT, part, code, contributors=stored[1])
-                yield header, partial(self._result_payload, stored[0])
-
-    def _header(self, kind: FrameKind, part: Part, codec: int, *, contributors: int = 0) -> Header:
-        return Header(
-            kind, self.run_hash, self.group_id, part.index, codec=codec, contributors=contributors
+            with shared.lock(index):
+                if shared.closed:
+                    return
+                if not shared.ledger.raise_bar(index, epoch):
+                    continue
+                self._reducer.barred(index, epoch)
+                barred.append(index)
+                here = shared.ledger.held(index)
+                # What a trainer took back cannot be handed over, and so it is not held.
+                if here is not None and shared.local.has_result():
+                    held.append(here)
+        shared.post(
+            Barred(self.group_id, epoch, tuple(barred), tuple(held), effect.asker, effect.number)
         )
+        self._catch_up(frozenset(barred))
 
-    def _contribution_payload(self, part: Part, room: memoryview) -> memoryview:
-        """Encode our values of a part into the link's memory, or say why nothing is sent."""
-        codec = self._codecs[part.dtype]
-        with self._lock(part.index):
-            if self._closed or self._applied[part.index]:
-                raise Skipped  # closed without us; what is in the bucket now is the result
-            failure = self._local.unusable()
-            size = 0
-            if failure is None:
-                try:
-                    values = self._local.contribution(part)
-                    began = time.perf_counter()
-                    size = codec.encode(values, tensor_of(room))
-                    self._timed(codec.name, "encode", time.perf_counter() - began)
-                    failure = self._local.unusable()
-                except Exception as error:  # any failure of a codec costs this part, not the link
-                    failure = _encode_failure(codec, error)
-        if failure is not None:
-            self._post(PartFailed(self.group_id, part.index, *failure))
-            raise Skipped
-        self._count(sent=size)
-        return room[:size]
-
-    def _result_payload(self, payload: Tensor, _: memoryview) -> memoryview:
-        if self._closed:
-            raise Skipped
-        self._count(sent=payload.numel())
-        return bytes_of(payload)
+    def close(self) -> None:
+        """End the round; waits for the few parts being worked on, about a millisecond each."""
+        self._shared.close()
+        self._reducer.clear()
+        with self._ahead_lock:
+            self._ahead = EarlyFrames()
 
     # -- receiving --------------------------------------------------------------------------------
 
     def take(self, peer_id: str, header: Header, payload: memoryview) -> None:
         """A frame of this group, in a link's reader thread. Never raises for what is in it."""
+        shared = self._shared
         sender = self._indices.get(peer_id)
         if sender is None:
-            self._drop("not_a_member")
+            shared.drop("not_a_member")
             return
-        result = header.kind is FrameKind.RESULT
-        if not 0 <= header.part < len(self._layout.parts) or header.epoch != 0:
-            self._drop("no_such_part")
+        if not 0 <= header.part < len(shared.layout.parts):
+            shared.drop("no_such_part")
             return
-        if (
-            self._reducers[header.part] != (sender if result else self.index)
-            or sender == self.index
-        ):
-            self._drop("wrong_reducer")
-            return
-        self._count(received=len(payload))
-        part = self._layout.parts[header.part]
-        with self._lock(part.index):
-            done = self._applied if result else self._averaged
-            if self._closed or done[part.index]:
-                self._drop("part_closed")
+        shared.count(received=len(payload))
+        part = shared.layout.parts[header.part]
+        result = header.kind is not FrameKind.CONTRIBUTION
+        expected = False
+        with shared.lock(part.index):
+            if shared.closed:
+                shared.drop("part_closed")
                 return
-            if self._seen.get(part.index, 0) >> sender & 1:
-                self._drop("repeated")
+            if result:
+                dropped, expected = shared.ledger.result(part.index, header.epoch, sender)
+            else:
+                dropped = shared.ledger.contribution(part.index, header.epoch, sender)
+            if dropped == AHEAD and self._hold(peer_id, header, payload):
                 return
-            self._seen[part.index] = self._seen.get(part.index, 0) | 1 << sender
+        if dropped is not None:
+            shared.drop(dropped)
+            return
+        try:
+            self._use(sender, header, part, payload, expected=expected)
+        except Exception as error:  # our own failure, but the core must not wait for this part
+            log.exception("part %d of %s could not be used", part.index, peer_id)
+            self._refuse(sender, header, Reason.CODEC, f"using it: {error}")
+
+    def _use(
+        self, sender: int, header: Header, part: Part, payload: memoryview, *, expected: bool
+    ) -> None:
         refusal = self._refusal(sender, header, part, payload)
+        crc = header.crc
+        if header.kind is FrameKind.HANDOVER and refusal is None:
+            (crc,) = LABEL.unpack_from(payload)
+            payload = payload[LABEL.size :]
+            refusal = self._mislabelled(part, payload, crc)
         if refusal is None:
-            values, refusal = self._decoded(part, payload)
+            codec = self._codec(header, part)
+            values, refusal = self._decoded(codec, part, payload)
         if refusal is not None:
-            reason, detail = refusal
-            self._post(PartRefused(self.group_id, part.index, sender, reason, detail, result))
-        elif result:
-            self._put_result(sender, header, part, values)
+            self._refuse(sender, header, *refusal)
+        elif header.kind is FrameKind.CONTRIBUTION:
+            self._reducer.add(sender, part, header.epoch, values)
         else:
-            self._add(sender, part, values)
+            held = Held(part.index, header.epoch, header.contributors, crc)
+            self._put_result(sender, part, values, held, expected=expected)
+
+    def _refuse(self, sender: int, header: Header, reason: Reason, detail: str) -> None:
+        result = header.kind is not FrameKind.CONTRIBUTION
+        self._shared.post(
+            PartRefused(self.group_id, header.part, sender, reason, detail, result, header.epoch)
+        )
+
+    def _codec(self, header: Header, part: Part) -> Codec:
+        """What is handed over is raw values, whatever the group's codec."""
+        raw = header.kind is FrameKind.HANDOVER
+        return RAW if raw else self._shared.codecs[part.dtype]
 
     def _refusal(
         self, sender: int, header: Header, part: Part, payload: memoryview
     ) -> tuple[Reason, str] | None:
         """What can be wrong with a frame before its payload is looked at."""
-        codec = self._codecs[part.dtype]
-        size = codec.payload_bytes(part.numel, part.dtype)
+        codec = self._codec(header, part)
+        label = LABEL.size if header.kind is FrameKind.HANDOVER else 0
+        size = label + codec.payload_bytes(part.numel, part.dtype)
         if len(payload) != size:
             return Reason.PART_SIZE, f"{len(payload)} bytes, expected {size}"
         if header.codec != codec.code:
             return Reason.CODEC, f"codec {header.codec}, expected {codec.code} ({codec.name})"
-        if header.kind is FrameKind.RESULT:
+        members = self.group.members
+        if header.kind is not FrameKind.CONTRIBUTION:
             # A member of weight 0 contributes nothing, so a result cannot have it inside.
-            able = sum(1 << i for i, m in enumerate(self.group.members) if m.weight > 0)
+            able = sum(1 << i for i, m in enumerate(members) if m.weight > 0)
             if header.contributors == 0 or header.contributors & ~able:
                 return Reason.REFUSED, f"impossible contributors {header.contributors:#x}"
-        elif not self.group.members[sender].weight > 0:
+        elif not members[sender].weight > 0:
             return Reason.WEIGHT, "a member of weight 0 sent a contribution"
         return None
 
-    def _decoded(self, part: Part, payload: memoryview) -> tuple[Tensor, tuple[Reason, str] | None]:
+    def _mislabelled(self, part: Part, payload: memoryview, crc: int) -> tuple[Reason, str] | None:
+        """Where the group's codec loses nothing, values and payload are the same bytes."""
+        if crc >> 32:
+            return Reason.REFUSED, f"label {crc:#x} is no crc32"
+        if self._shared.codecs[part.dtype] is RAW and zlib.crc32(payload) != crc:
+            return Reason.REFUSED, f"the values are not those of crc32 {crc:#010x}"
+        return None
+
+    def _decoded(
+        self, codec: Codec, part: Part, payload: memoryview
+    ) -> tuple[Tensor, tuple[Reason, str] | None]:
         """The payload as finite values, in this thread's scratch or where it lies."""
-        codec = self._codecs[part.dtype]
+        shared = self._shared
         raw = tensor_of(payload)
         values = raw
         try:
             if codec is RAW and part.dtype != "bool":
                 values = typed(raw, part.dtype)  # raw bytes are values already; bools are checked
             else:
-                values = self._scratch.take("decoded", numel=part.numel, dtype=part.dtype)
-                began = time.perf_counter()
-                codec.decode(raw, values)
-                self._timed(codec.name, "decode", time.perf_counter() - began)
+                values = shared.scratch.take("decoded", numel=part.numel, dtype=part.dtype)
+                shared.decode(part, raw, values)
         except Exception as error:  # whatever a payload does to a codec, it is the sender's
             return raw, (Reason.CODEC, f"{codec.name}: {error}")
         bad = first_nonfinite(values)
         if bad is not None:
-            return raw, (Reason.NOT_FINITE, f"tensor {self._layout.tensor_at(part, bad)!r}")
+            return raw, (Reason.NOT_FINITE, f"tensor {shared.layout.tensor_at(part, bad)!r}")
         return values, None
 
-    def _add(self, sender: int, part: Part, values: Tensor) -> None:
-        with self._lock(part.index):
-            if self._closed or self._averaged[part.index]:
-                self._drop("part_closed")
+    def _put_result(
+        self, sender: int, part: Part, values: Tensor, held: Held, *, expected: bool
+    ) -> None:
+        shared = self._shared
+        with shared.lock(part.index):
+            if shared.closed:
                 return
-            self._accumulator(part).add(values, self.group.members[sender].weight)
-            self._inside[part.index] = self._inside.get(part.index, 0) | 1 << sender
-        self._post(PartArrived(self.group_id, part.index, sender))
-
-    def _put_result(self, sender: int, header: Header, part: Part, values: Tensor) -> None:
-        with self._lock(part.index):
-            if self._closed:
+            if not shared.ledger.may_place(part.index, held.epoch, expected=expected):
+                shared.drop("below_bar")  # barred, or replaced, while this was decoded
                 return
-            self._put_in_place(part, values)
-        contributors = _members(header.contributors)
-        self._post(ResultArrived(self.group_id, part.index, sender, contributors, header.crc))
+            shared.put_in_place(part, values, held)
+            self._reducer.barred(part.index, held.epoch + 1)  # ours of that part is worth nothing
+            contributors = members_in(held.contributors)
+            shared.post(
+                ResultArrived(self.group_id, part.index, sender, contributors, held.crc, held.epoch)
+            )
 
-    # -- averaging --------------------------------------------------------------------------------
+    # -- frames of an epoch that the core has not told us of --------------------------------------
 
-    def average(self, index: int) -> None:
-        """Close a part that we reduce: later contributions are dropped, the result put in place."""
-        part = self._layout.parts[index]
-        with self._lock(index):
-            if self._closed or self._averaged[index]:
-                return
-            self._averaged[index] = 1
-            event = self._average(part)
-        self._post(event)
+    def _hold(self, peer_id: str, header: Header, payload: memoryview) -> bool:
+        """Part's lock held, so that a bar that comes now finds it."""
+        with self._ahead_lock:
+            return self._ahead.hold(peer_id, header, payload)
 
-    def _average(self, part: Part) -> Event:
-        self._add_own(part)
-        accumulator = self._accumulators.pop(part.index, None)
-        inside = self._inside.pop(part.index, 0)
-        if accumulator is None:
-            return self._no_result(part, Reason.NO_CONTRIBUTORS, "")
-        codec = self._codecs[part.dtype]
-        payload = fresh(codec.payload_bytes(part.numel, part.dtype))
-        values = self._scratch.take("mean", numel=part.numel, dtype=part.dtype)
-        accumulator.mean(values)
-        try:
-            began = time.perf_counter()
-            codec.encode(values, payload)
-            self._timed(codec.name, "encode", time.perf_counter() - began)
-            if codec is not RAW:
-                # All members must hold the same bits, so we take what the others will decode.
-                codec.decode(payload, values)
-        except Exception as error:  # the part keeps its local values in all members
-            return self._no_result(part, *_encode_failure(codec, error))
-        bad = first_nonfinite(values)
-        if bad is not None:
-            # Finite contributions can still overflow a narrow type.
-            name = self._layout.tensor_at(part, bad)
-            return self._no_result(part, Reason.NOT_FINITE, f"the average of tensor {name!r}")
-        self._put_in_place(part, values)
-        self._payloads[part.index] = (payload, inside)
-        crc = zlib.crc32(bytes_of(payload))
-        return Averaged(self.group_id, part.index, _members(inside), crc)
+    def _catch_up(self, parts: frozenset[int]) -> None:
+        """Take what waited for this bar; what waits for a higher one goes on waiting."""
 
-    def _add_own(self, part: Part) -> None:
-        if not self._weight > 0:
-            return
-        failure = self._local.unusable()
-        if failure is None:
-            # A copy, because a bucket that turns out to be modified after the addition would have
-            # spoilt the part for everybody. It stays in the cache.
-            own = self._scratch.take("own", numel=part.numel, dtype=part.dtype)
-            own.copy_(self._local.contribution(part))
-            failure = self._local.unusable()
-        if failure is not None:
-            self._post(PartFailed(self.group_id, part.index, *failure))
-            return
-        self._accumulator(part).add(own, self._weight)
-        self._inside[part.index] = self._inside.get(part.index, 0) | 1 << self.index
+        def due(held: HeldFrame) -> bool:
+            header = held.header
+            return header.part in parts and header.epoch <= self._shared.ledger.bar(header.part)
 
-    def _no_result(self, part: Part, reason: Reason, detail: str) -> PartFailed:
-        return PartFailed(self.group_id, part.index, reason, detail, result=True)
-
-    def _accumulator(self, part: Part) -> PartAccumulator:
-        held = self._accumulators.get(part.index)
-        if held is None:
-            held = PartAccumulator(part.numel, part.dtype, part.rule)
-            self._accumulators[part.index] = held
-        return held
-
-    def _put_in_place(self, part: Part, values: Tensor) -> None:
-        """Lock held."""
-        self._local.apply(part, values)
-        self._applied[part.index] = 1
-
-    # -- the end ----------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """End the round; waits for the few parts being worked on, about a millisecond each."""
-        self._closed = True
-        for lock in self._locks:
-            with lock:
-                pass  # whoever held it saw the round open and is through; later ones see it closed
-        self._local.finish(self._applied)
-        self._accumulators.clear()
-        self._payloads.clear()
-
-    def _lock(self, part: int) -> threading.Lock:
-        return self._locks[part % LOCKS]
-
-    def _post(self, event: Event) -> None:
-        if not self._closed:
-            self._post_event(event)
-
-    def _count(self, *, sent: int = 0, received: int = 0) -> None:
-        with self._counts:
-            self.bytes_sent += sent
-            self.bytes_received += received
-
-
-def _encode_failure(codec: Codec, error: Exception) -> tuple[Reason, str]:
-    finite = not (isinstance(error, TrainerError) and error.reason == Reason.NOT_FINITE.value)
-    return Reason.CODEC if finite else Reason.NOT_FINITE, f"{codec.name}: {error}"
-
-
-def _members(mask: int) -> tuple[int, ...]:
-    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+        with self._ahead_lock:
+            frames = self._ahead.pick(due)
+        for held in frames:
+            self.take(held.peer_id, held.header, memoryview(held.payload))

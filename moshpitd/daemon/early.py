@@ -37,7 +37,7 @@ class Held:
 
 
 class EarlyFrames:
-    """Not thread-safe: the exchange calls it under its own lock."""
+    """Not thread-safe: whoever owns one calls it under a lock of its own."""
 
     def __init__(self) -> None:
         self._held: deque[Held] = deque()  # oldest first
@@ -65,11 +65,20 @@ class EarlyFrames:
 
     def take(self, group: bytes) -> list[Held]:
         """The group opened (or never will): its frames, in order of arrival."""
-        return self._remove(lambda held: held.header.group == group)
+        return self.pick(lambda held: held.header.group == group)
+
+    def pick(self, chosen: Callable[[Held], bool]) -> list[Held]:
+        """Those frames, in order of arrival, out of here."""
+        taken = [held for held in self._held if chosen(held)]
+        if taken:
+            self._held = deque(held for held in self._held if not chosen(held))
+            for held in taken:
+                self._release(held)
+        return taken
 
     def forget(self, peer_id: str) -> None:
         """The link is lost: what came on it is not to be completed."""
-        self._remove(lambda held: held.peer_id == peer_id)
+        self.pick(lambda held: held.peer_id == peer_id)
         for key in [key for key in self._vain if key[0] == peer_id]:
             del self._vain[key]
 
@@ -81,14 +90,6 @@ class EarlyFrames:
 
     def worth_waiting(self, peer_id: str, group: bytes) -> bool:
         return (peer_id, group) not in self._vain
-
-    def _remove(self, chosen: Callable[[Held], bool]) -> list[Held]:
-        taken = [held for held in self._held if chosen(held)]
-        if taken:
-            self._held = deque(held for held in self._held if not chosen(held))
-            for held in taken:
-                self._release(held)
-        return taken
 
     def _release(self, held: Held) -> None:
         self._total -= len(held.payload)

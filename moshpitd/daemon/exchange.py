@@ -22,18 +22,21 @@ from functools import partial
 
 from moshpitd.core.effects import (
     Average,
+    Await,
+    Bar,
     Close,
     Digest,
     DropSnapshot,
     Effect,
     FetchSnapshot,
+    HandOver,
     LoadSnapshot,
     Open,
     Push,
     PushSnapshot,
     RefreshSnapshot,
 )
-from moshpitd.core.events import Event, LinkLost, PartFailed
+from moshpitd.core.events import Barred, Event, LinkLost, Listened, PartFailed
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
@@ -45,6 +48,7 @@ from moshpitd.daemon.pacing import (
     Pacer,
     Skipped,
 )
+from moshpitd.daemon.pulse import Pulse
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.errors import ConfigError, LocalProtocolError
 from moshpitd.net.frames import RUN_BYTES, FrameKind, Header
@@ -95,6 +99,7 @@ class Exchange:
         self._timed = timed
         self._links: Links | None = None
         self._pacer: Pacer | None = None
+        self._pulse: Pulse | None = None
         self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._scratch = Scratch()
@@ -106,6 +111,7 @@ class Exchange:
         """The links, which are made with our callbacks and so come second."""
         self._links = links
         self._pacer = Pacer(links)
+        self._pulse = Pulse(links, lambda run, heard: self._post(run, Listened(heard)))
 
     def close(self) -> None:
         """End everything and join our threads.
@@ -118,6 +124,8 @@ class Exchange:
             names = list(self._runs)
         for name in names:
             self.remove_run(name)
+        if self._pulse is not None:
+            self._pulse.close()
         self._averaging.shutdown(wait=True, cancel_futures=True)
         self._copying.shutdown(wait=True, cancel_futures=True)
 
@@ -193,7 +201,7 @@ class Exchange:
             for run in self._runs.values():
                 current = run.rounds.get(group_id)
                 if current is not None:
-                    return current.bytes_sent, current.bytes_received
+                    return current.moved
         return self._intake.counters(group_id)
 
     # -- snapshots, as the driver and the API see them --------------------------------------------
@@ -227,12 +235,15 @@ class Exchange:
             case Push():
                 self._push(run, effect)
             case Average():
+                self._average(run, effect)
+            case Bar():
+                self._bar(run, effect)
+            case HandOver():
+                self._hand_over(run, effect)
+            case Await():
                 current = run.rounds.get(effect.group_id)
                 if current is not None:
-                    self._submit(self._averaging, partial(current.average, effect.part))
-                else:  # it could not be opened; the log says why
-                    failed = PartFailed(effect.group_id, effect.part, Reason.CODEC, result=True)
-                    self._post(name, failed)
+                    current.expect(effect.sender, effect.parts, effect.epoch)
             case Close():
                 self._close(run, effect.group_id)
             case FetchSnapshot():
@@ -271,6 +282,9 @@ class Exchange:
             return
         with self._lock:
             run.rounds[current.group_id] = current
+        others = [m.peer_id for i, m in enumerate(effect.group.members) if i != effect.index]
+        if self._pulse is not None:
+            self._pulse.watch(run.name, current.group_id, others)
         # Links first: what is pushed next waits in them, and a link that is up needs nothing.
         own = effect.group.members[effect.index]
         for index, member in enumerate(effect.group.members):
@@ -288,9 +302,42 @@ class Exchange:
         self._pacer.put(
             current.group.members[effect.to].peer_id,
             effect.group_id,
-            current.outgoing(effect.parts, result=effect.result),
+            current.outgoing(effect.parts, result=effect.result, epoch=effect.epoch),
             priority=ROUND_PRIORITY,
         )
+
+    def _hand_over(self, run: _Run, effect: HandOver) -> None:
+        current = run.rounds.get(effect.group_id)
+        if current is None or self._pacer is None:
+            return
+        self._pacer.put(
+            current.group.members[effect.to].peer_id,
+            effect.group_id,
+            current.hand_over(effect.parts, epoch=effect.epoch),
+            priority=ROUND_PRIORITY,
+        )
+
+    def _average(self, run: _Run, effect: Average) -> None:
+        current = run.rounds.get(effect.group_id)
+        if current is not None:
+            task = partial(current.average, effect.part, effect.epoch)
+            self._submit(self._averaging, task)
+        else:  # it could not be opened; the log says why
+            failed = PartFailed(
+                effect.group_id, effect.part, Reason.CODEC, result=True, epoch=effect.epoch
+            )
+            self._post(run.name, failed)
+
+    def _bar(self, run: _Run, effect: Bar) -> None:
+        current = run.rounds.get(effect.group_id)
+        if current is not None:
+            # In the pool: a hundred thousand parts would hold up the loop, and each takes a lock.
+            self._submit(self._averaging, partial(current.bar, effect))
+        else:  # nothing of that group can touch a bucket
+            barred = Barred(
+                effect.group_id, effect.epoch, effect.parts, (), effect.asker, effect.number
+            )
+            self._post(run.name, barred)
 
     def _close(self, run: _Run, group_id: bytes) -> None:
         with self._lock:
@@ -301,7 +348,9 @@ class Exchange:
             )  # never opened here; its early frames are worth nothing any more
             return
         current.close()
-        self._intake.shut(group_id, counters=(current.bytes_sent, current.bytes_received))
+        if self._pulse is not None:
+            self._pulse.leave(group_id)
+        self._intake.shut(group_id, counters=current.moved)
         if self._pacer is not None:
             self._pacer.discard(group_id)
         with self._lock:
@@ -392,8 +441,14 @@ class Exchange:
             name = next((name for name in self._runs if run_hash(name) == header.run), None)
         if name is None:
             return
-        if header.kind is FrameKind.CONTRIBUTION:
-            self._post(name, PartFailed(header.group, header.part, Reason.CODEC, str(error)))
+        if header.kind in (FrameKind.CONTRIBUTION, FrameKind.HANDOVER):
+            result = header.kind is FrameKind.HANDOVER
+            self._post(
+                name,
+                PartFailed(
+                    header.group, header.part, Reason.CODEC, str(error), result, header.epoch
+                ),
+            )
         elif header.kind is FrameKind.SNAPSHOT:
             self._run(name).snapshots.fail(header.group, Reason.PART_SIZE)
 

@@ -8,7 +8,7 @@ bucket's size. All calls about one part come under that part's lock (see `accumu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from moshpitd.core.outcome import Reason
@@ -73,7 +73,11 @@ class LocalValues:
         return out
 
     def apply(self, part: Part, values: Tensor) -> None:
-        """Put a result in place; the late trainers first, while our contribution is still there."""
+        """Put a result in place; the late trainers first.
+
+        The other buckets still hold our contribution then, or the result of a lower epoch that this
+        one replaces: in both cases what a late trainer has to add moves by new - old.
+        """
         for late in self._late:
             if _writable(late):
                 self._apply_delta(late.bucket, part, values)
@@ -81,11 +85,25 @@ class LocalValues:
             if _writable(source):
                 self._layout.part_view(source.bucket.data, part).copy_(values)
 
-    def finish(self, applied: bytearray) -> None:
+    def has_result(self) -> bool:
+        """Whether what was applied is still there: in a bucket that its trainer left alone."""
+        return any(source.intact() for source in self._sources)
+
+    def read_result(self, part: Part, out: Tensor) -> bool:
+        """Copy the bytes of the result in place to `out` (uint8); False: no bucket holds it."""
+        for source in self._sources:
+            if source.intact():
+                stop = part.offset_bytes + part.nbytes
+                out.copy_(source.bucket.data[part.offset_bytes : stop])
+                if source.intact():
+                    return True
+        return False
+
+    def finish(self, applied: Container[int]) -> None:
         """The round is over. Late trainers add their bucket: parts without a result are zeros."""
         for late in self._late:
             for part in self._layout.parts:
-                if not applied[part.index] and _writable(late):
+                if part.index not in applied and _writable(late):
                     self._apply_delta(late.bucket, part, None)
 
     def _apply_delta(self, bucket: Bucket, part: Part, values: Tensor | None) -> None:

@@ -46,6 +46,14 @@ class Links(Protocol):
 
     def discard(self, group: bytes) -> int: ...
 
+    def ping(self, peer_id: str) -> None:
+        """Ask for a round trip; TransportError or LocalProtocolError where that cannot be."""
+        ...
+
+    def heard(self, peer_id: str) -> int:
+        """Bytes that came on the link to this peer so far; 0 without a link."""
+        ...
+
 
 class _Lane:
     """What waits for one peer: streams by (priority, age), and per group the frames in the link."""

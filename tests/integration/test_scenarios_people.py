@@ -199,7 +199,7 @@ class Failing:
     def error_bound(self, absmax: float) -> float:
         return RAW.error_bound(absmax)
 
-    def encode(self, values: Tensor, out: Tensor) -> int:
+    def encode(self, values: Tensor, out: Tensor, *, seed: int = 0) -> int:
         if self._fails_to_encode(values):
             raise RuntimeError("out of order")
         return RAW.encode(values, out)

@@ -256,7 +256,7 @@ async def test_a_codec_that_raises_is_never_a_plain_success(
     sound = RawCodec.encode
     last_bytes = 4 * (700_000 - 2 * 262_144)
 
-    def failing(self: RawCodec, values: torch.Tensor, out: torch.Tensor) -> int:
+    def failing(self: RawCodec, values: torch.Tensor, out: torch.Tensor, *, seed: int = 0) -> int:
         if values.numel() * values.element_size() == last_bytes:
             raise RuntimeError("out of order")
         return sound(self, values, out)

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from moshpitd.core.effects import Average, Close, Open, Push
 from moshpitd.core.events import (
     Averaged,
     Event,
+    Listened,
     PartArrived,
     PartFailed,
     PartRefused,
@@ -52,6 +54,9 @@ class MemoryLinks:
         self.exchange = exchange
         self.dialled: list[str] = []
         self.expected: list[str] = []
+        self.pinged: list[str] = []
+        self.frozen = False  # takes nothing and answers nothing
+        self.bytes_in: Counter[str] = Counter()
         self._world = world
         self._numbers = itertools.count()
         self._queues: dict[str, queue.PriorityQueue[tuple[int, int, object]]] = {}
@@ -86,6 +91,16 @@ class MemoryLinks:
     def discard(self, group: bytes) -> int:
         return 0  # what is discarded here skips itself; the real pool's queue is tested on its own
 
+    def ping(self, peer_id: str) -> None:
+        self.pinged.append(peer_id)
+        other = self._world[peer_id]
+        if not other.frozen:  # a ping there, and its answer here
+            other.bytes_in[self.peer_id] += 1
+            self.bytes_in[peer_id] += 1
+
+    def heard(self, peer_id: str) -> int:
+        return self.bytes_in[peer_id]
+
     def waiting(self, peer_id: str) -> int:
         return self._queue(peer_id).qsize()
 
@@ -119,9 +134,9 @@ class MemoryLinks:
                 continue
             body[: len(payload)] = payload
             whole = replace(header, length=len(payload), crc=zlib.crc32(payload))
-            self._world[peer_id].exchange.on_frame(
-                self.peer_id, whole, memoryview(body)[: len(payload)]
-            )
+            other = self._world[peer_id]
+            other.bytes_in[self.peer_id] += len(payload)
+            other.exchange.on_frame(self.peer_id, whole, memoryview(body)[: len(payload)])
 
 
 class AnyLinks(Links, Protocol):
@@ -182,9 +197,9 @@ class Plane:
         return self.seen[before:]
 
     def quiet(self) -> list[Event]:
-        """Everything that was told by now."""
+        """Everything that was told by now; but not who was heard, which goes on all the time."""
         self.fresh()
-        return self.seen
+        return [event for event in self.seen if not isinstance(event, Listened)]
 
 
 def set_generation(bucket: Bucket, generation: int) -> None:

@@ -25,7 +25,7 @@ from moshpitd.core.events import (
     ResultArrived,
 )
 from moshpitd.core.outcome import Reason
-from moshpitd.daemon import accumulate, early, exchange, intake
+from moshpitd.daemon import averaging, early, exchange, intake
 from moshpitd.daemon.exchange import Exchange, run_hash
 from moshpitd.daemon.pacing import Skipped
 from moshpitd.errors import ConfigError, LocalProtocolError
@@ -279,7 +279,7 @@ class BrokenCodec:
     def error_bound(self, absmax: float) -> float:
         return 0.0
 
-    def encode(self, values: Tensor, out: Tensor) -> int:
+    def encode(self, values: Tensor, out: Tensor, *, seed: int = 0) -> int:
         raise RuntimeError("the codec fell over")
 
     decode = encode
@@ -327,7 +327,7 @@ def test_nobody_in_a_part_is_said_so(pair: list[Plane]) -> None:
 def test_an_average_that_overflows_its_type_is_no_result(
     pair: list[Plane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accumulate, "first_nonfinite", lambda values: 3)
+    monkeypatch.setattr(averaging, "first_nonfinite", lambda values: 3)
     group = group_of(pair)
     open_round(pair, group)
     pair[0].exchange.handle(RUN, Average(group.group_id, 0))
@@ -377,7 +377,8 @@ def float_part(plane: Plane, *, even: bool) -> int:
     ("changes", "sender", "reason"),
     [
         ({"part": 1 << 30}, "peer-1", "no_such_part"),
-        ({"epoch": 1}, "peer-1", "no_such_part"),
+        ({"epoch": 1}, "peer-1", "wrong_reducer"),  # of two members the other one is next
+        ({"epoch": 2}, "peer-1", None),  # then it is our turn again: it waits for our bar
         ({"group": b"?" * 16}, "peer-1", None),  # held: it may be early
         ({"run": b"?" * 8}, "peer-1", "unknown_run"),
         ({}, "stranger", "not_a_member"),
@@ -616,13 +617,13 @@ def test_a_bucket_that_changes_while_it_is_encoded_is_not_sent(
     open_round([plane], group)
     part = float_part(plane, even=False)
     current = plane.exchange._runs[RUN].rounds[group.group_id]
-    read = current._local.contribution
+    read = current._shared.local.contribution
 
     def fill_meanwhile(spot: Part) -> Tensor:
         set_generation(plane.buckets["t"], 3)
         return read(spot)
 
-    monkeypatch.setattr(current._local, "contribution", fill_meanwhile)
+    monkeypatch.setattr(current._shared.local, "contribution", fill_meanwhile)
     [(_, payload_fn)] = current.outgoing((part,), result=False)
     with pytest.raises(Skipped):
         payload_fn(memoryview(bytearray(8192)))
@@ -641,15 +642,15 @@ def test_close_waits_for_the_thread_that_writes(
     open_round([plane], group)
     inside, go_on, log = threading.Event(), threading.Event(), []
     current = plane.exchange._runs[RUN].rounds[group.group_id]
-    put = current._local.apply
+    put = current._shared.local.apply
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **named: Any) -> None:
         inside.set()
         go_on.wait(20)
-        put(*args)
+        put(*args, **named)
         log.append("written")
 
-    monkeypatch.setattr(current._local, "apply", slow, raising=False)
+    monkeypatch.setattr(current._shared.local, "apply", slow, raising=False)
     plane.exchange.handle(RUN, Average(group.group_id, 0))
     inside.wait(20)
     closer = threading.Thread(

@@ -52,6 +52,11 @@ class OneLink:
     def is_up(self, peer_id: str) -> bool:
         return True
 
+    def ping(self, peer_id: str) -> None: ...
+
+    def heard(self, peer_id: str) -> int:
+        return 0
+
 
 def group(number: int) -> bytes:
     return number.to_bytes(16, "big")

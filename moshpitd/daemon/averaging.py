@@ -1,0 +1,159 @@
+"""The parts that one member of a round reduces. One rule: a contribution is in whole or not at all.
+
+What is added belongs to one epoch of the part; a bar ends it, and what was added below is dropped
+with it. A part whose accumulator fails is without a result and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+
+from moshpitd.core.events import Averaged, Event, PartArrived, PartFailed
+from moshpitd.core.messages import Held
+from moshpitd.core.outcome import Reason
+from moshpitd.daemon.shared import Shared, encode_failure, members_in
+from moshpitd.tensors.codecs import RAW
+from moshpitd.tensors.layout import Part
+from moshpitd.tensors.mapped import Tensor, bytes_of, fresh
+from moshpitd.tensors.reduction import PartAccumulator, first_nonfinite
+
+log = logging.getLogger(__name__)
+
+
+class _Open:
+    """A part in the making: `inside` are the members in its accumulator, all of one epoch."""
+
+    __slots__ = ("accumulator", "epoch", "inside")
+
+    def __init__(self, part: Part, epoch: int) -> None:
+        self.epoch = epoch
+        self.inside = 0
+        self.accumulator = PartAccumulator(part.numel, part.dtype, part.rule)
+
+
+class Reducer:
+    """Invariant: what is open of a part is of its bar's epoch, and it has no result of that."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        # Keyed by part, touched under the part's lock, and filled as parts come.
+        self._open: dict[int, _Open] = {}
+        self._payloads: dict[int, tuple[Tensor, int, int]] = {}  # results, who is in them, epoch
+
+    def add(self, sender: int, part: Part, epoch: int, values: Tensor) -> None:
+        """A checked contribution; dropped if its part was closed or barred while it was decoded."""
+        shared = self._shared
+        with shared.lock(part.index):
+            if shared.closed or not shared.ledger.is_open(part.index, epoch):
+                shared.drop("part_closed")
+                return
+            try:
+                self._add(sender, part, epoch, values, shared.group.members[sender].weight)
+            except Exception as error:
+                log.exception("a contribution to part %d could not be added", part.index)
+                self._spoilt(part, epoch, error)
+            else:
+                shared.post(PartArrived(shared.group_id, part.index, sender, epoch))
+
+    def average(self, index: int, epoch: int) -> None:
+        """Close a part: later contributions of its epoch are dropped, the result put in place.
+
+        Not if it was barred above `epoch`, or a result of it is here: the core knows of both.
+        """
+        shared = self._shared
+        part = shared.layout.parts[index]
+        with shared.lock(index):
+            if shared.closed or not shared.ledger.shut(index, epoch):
+                return
+            try:
+                event = self._average(part, epoch)
+            except Exception as error:
+                log.exception("part %d could not be averaged", index)
+                event = self._no_result(part, epoch, Reason.CODEC, f"averaging: {error}")
+            shared.post(event)
+
+    def payload(self, index: int, epoch: int) -> tuple[Tensor, int] | None:
+        """Our result of that epoch, and a mask of who is inside."""
+        stored = self._payloads.get(index)
+        return stored[:2] if stored is not None and stored[2] == epoch else None
+
+    def barred(self, index: int, epoch: int) -> None:
+        """Lock held: what is below this epoch will never be asked for again."""
+        opened = self._open.get(index)
+        if opened is not None and opened.epoch < epoch:
+            del self._open[index]
+        stored = self._payloads.get(index)
+        if stored is not None and stored[2] < epoch:
+            del self._payloads[index]
+
+    def clear(self) -> None:
+        self._open.clear()
+        self._payloads.clear()
+
+    def _add(self, sender: int, part: Part, epoch: int, values: Tensor, weight: float) -> None:
+        opened = self._open.get(part.index)
+        if opened is None or opened.epoch != epoch:
+            opened = self._open[part.index] = _Open(part, epoch)
+        opened.accumulator.add(values, weight)
+        opened.inside |= 1 << sender
+
+    def _spoilt(self, part: Part, epoch: int, error: Exception) -> None:
+        """An addition that failed may have stopped halfway: then nothing there is a mean."""
+        self._open.pop(part.index, None)
+        self._shared.ledger.shut(part.index, epoch)
+        self._shared.post(self._no_result(part, epoch, Reason.CODEC, f"adding: {error}"))
+
+    def _average(self, part: Part, epoch: int) -> Event:
+        shared = self._shared
+        held = shared.ledger.held(part.index)
+        if held is not None:
+            # Our own values are overwritten; whoever asks for a re-push was told that we hold it.
+            detail = f"a result of epoch {held.epoch} is in place"
+            return self._no_result(part, epoch, Reason.SUPERSEDED, detail)
+        self._add_own(part, epoch)
+        opened = self._open.pop(part.index, None)
+        if opened is None or opened.epoch != epoch or not opened.inside:
+            return self._no_result(part, epoch, Reason.NO_CONTRIBUTORS, "")
+        codec = shared.codecs[part.dtype]
+        payload = fresh(codec.payload_bytes(part.numel, part.dtype))
+        values = shared.scratch.take("mean", numel=part.numel, dtype=part.dtype)
+        opened.accumulator.mean(values)
+        try:
+            shared.encode(part, values, payload, result=True)
+            if codec is not RAW:
+                # All members must hold the same bits, so we take what the others will decode.
+                shared.decode(part, payload, values)
+        except Exception as error:  # the part keeps its local values in all members
+            return self._no_result(part, epoch, *encode_failure(codec, error))
+        bad = first_nonfinite(values)
+        if bad is not None:
+            # Finite contributions can still overflow a narrow type.
+            name = shared.layout.tensor_at(part, bad)
+            return self._no_result(
+                part, epoch, Reason.NOT_FINITE, f"the average of tensor {name!r}"
+            )
+        crc = zlib.crc32(bytes_of(payload))
+        shared.put_in_place(part, values, Held(part.index, epoch, opened.inside, crc))
+        self._payloads[part.index] = (payload, opened.inside, epoch)
+        return Averaged(shared.group_id, part.index, members_in(opened.inside), crc, epoch)
+
+    def _add_own(self, part: Part, epoch: int) -> None:
+        shared = self._shared
+        if not shared.weight > 0:
+            return
+        failure = shared.local.unusable()
+        if failure is None:
+            # A copy, because a bucket that turns out to be modified after the addition would have
+            # spoilt the part for everybody. It stays in the cache.
+            own = shared.scratch.take("own", numel=part.numel, dtype=part.dtype)
+            own.copy_(shared.local.contribution(part))
+            failure = shared.local.unusable()
+        if failure is not None:
+            shared.post(PartFailed(shared.group_id, part.index, *failure, epoch=epoch))
+            return
+        self._add(shared.index, part, epoch, own, shared.weight)
+
+    def _no_result(self, part: Part, epoch: int, reason: Reason, detail: str) -> PartFailed:
+        group_id = self._shared.group_id
+        return PartFailed(group_id, part.index, reason, detail, result=True, epoch=epoch)

@@ -1,0 +1,134 @@
+"""What receiving, sending and averaging of one round have in common. One rule: a part's lock first.
+
+Whoever reads or changes anything of a part holds `lock(part)`, and tells of it (`post`) before it
+lets go: so the core hears of a part in the order in which things happened to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from moshpitd.core.effects import Open
+from moshpitd.core.events import Event
+from moshpitd.core.messages import Held
+from moshpitd.core.outcome import Reason
+from moshpitd.core.succession import Succession
+from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.ledger import Ledger
+from moshpitd.daemon.local import LocalValues
+from moshpitd.errors import LocalProtocolError, TrainerError
+from moshpitd.net.frames import FrameKind, Header
+from moshpitd.tensors.codecs import Codec, codec_for
+from moshpitd.tensors.layout import Layout, Part
+from moshpitd.tensors.mapped import Scratch, Tensor
+
+# Two parts share a lock only by chance; a lock per part would be 100,000 of them in a large model.
+LOCKS = 64
+
+
+class Shared:
+    """One round at one member. Invariant: nothing is posted, sent or written once `closed`."""
+
+    def __init__(
+        self,
+        opened: Open,
+        layout: Layout,
+        *,
+        run_hash: bytes,
+        buckets: Mapping[str, Bucket],
+        scratch: Scratch,
+        post: Callable[[Event], None],
+        drop: Callable[[str], None],
+        timed: Callable[[str, str, float], None],
+    ) -> None:
+        if len(opened.reducers) != len(layout.parts):
+            raise LocalProtocolError(
+                f"a round of {len(opened.reducers)} parts, expected {len(layout.parts)}"
+            )
+        self.group = opened.group
+        self.group_id = opened.group.group_id
+        self.index = opened.index
+        self.weight = opened.weight
+        self.layout = layout
+        self.run_hash = run_hash
+        self.codecs = {r.dtype: codec_for(self.group.codec, r.dtype) for r in layout.regions}
+        self.local = LocalValues(
+            layout, trainers=opened.trainers, late=opened.late, buckets=buckets, scratch=scratch
+        )
+        self.ledger = Ledger(Succession(opened.group, opened.reducers), opened.index)
+        self.scratch = scratch
+        self.drop = drop
+        self.closed = False
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._post_event = post
+        self._timed = timed
+        self._locks = [threading.Lock() for _ in range(LOCKS)]
+        self._counts = threading.Lock()
+
+    def lock(self, part: int) -> threading.Lock:
+        return self._locks[part % LOCKS]
+
+    def post(self, event: Event) -> None:
+        if not self.closed:
+            self._post_event(event)
+
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        with self._counts:
+            self.bytes_sent += sent
+            self.bytes_received += received
+
+    def header(
+        self, kind: FrameKind, part: int, *, epoch: int, codec: int, contributors: int = 0
+    ) -> Header:
+        return Header(
+            kind, self.run_hash, self.group_id, part,
+            epoch=epoch, codec=codec, contributors=contributors,
+        )  # fmt: skip
+
+    def encode(self, part: Part, values: Tensor, out: Tensor, *, result: bool) -> int:
+        """Of the group, the part and us only, not of the epoch: a repeat is the same bytes."""
+        codec = self.codecs[part.dtype]
+        seed = seed_of(self.group_id, part.index, self.index, result=result)
+        began = time.perf_counter()
+        size = codec.encode(values, out, seed=seed)
+        self._timed(codec.name, "encode", time.perf_counter() - began)
+        return size
+
+    def decode(self, part: Part, payload: Tensor, out: Tensor) -> None:
+        codec = self.codecs[part.dtype]
+        began = time.perf_counter()
+        codec.decode(payload, out)
+        self._timed(codec.name, "decode", time.perf_counter() - began)
+
+    def put_in_place(self, part: Part, values: Tensor, held: Held) -> None:
+        """Lock held; `ledger.may_place` said yes."""
+        self.local.apply(part, values)
+        self.ledger.place(held)
+
+    def close(self) -> None:
+        """Waits for the few parts being worked on, about a millisecond each."""
+        self.closed = True
+        for lock in self._locks:
+            with lock:
+                pass  # whoever held it saw the round open and is through; later ones see it closed
+        self.local.finish(self.ledger.parts_held())
+
+
+def seed_of(group_id: bytes, part: int, sender: int, *, result: bool) -> int:
+    """For a stochastic codec. A result is drawn apart from the contribution that its reducer sent
+    in an earlier epoch, or their errors would be the same draw twice."""
+    text = group_id + part.to_bytes(4, "big") + sender.to_bytes(2, "big") + bytes([result])
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def encode_failure(codec: Codec, error: Exception) -> tuple[Reason, str]:
+    finite = not (isinstance(error, TrainerError) and error.reason == Reason.NOT_FINITE.value)
+    return Reason.CODEC if finite else Reason.NOT_FINITE, f"{codec.name}: {error}"
+
+
+def members_in(mask: int) -> tuple[int, ...]:
+    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
