@@ -9,6 +9,7 @@ import typer
 
 from moshpitd.cli import (
     bench_allreduce,
+    bench_churn,
     bench_codecs,
     bench_death,
     bench_freeze,
@@ -23,3 +24,4 @@ app.command("codecs")(bench_codecs.codecs)
 app.command("latency")(bench_latency.latency)
 app.command("death")(bench_death.death)
 app.command("freeze")(bench_freeze.freeze)
+app.command("churn")(bench_churn.churn)

@@ -6,7 +6,6 @@ machine the slower ones measure the neighbours.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ import typer
 from moshpitd.errors import ConfigError
 
 PASSES_MAX = 1000
+PASS_S = 60.0  # one pass of all codecs on a machine that is very busy
 PLACES, VERBS = ("slices", "memory"), ("encode", "decode", "decode_add")
 
 
@@ -29,7 +29,7 @@ def codecs(
 ) -> None:
     """Time encode, decode, and decode + add of every codec, in GB/s of float32."""
     from moshpitd.cli.bench_figures import check_writable, write_json
-    from moshpitd.cli.bench_processes import START_S, check_range, processes
+    from moshpitd.cli.bench_processes import START_S, check_range, processes, start_worker
     from moshpitd.cli.demo_processes import DemoFailed
 
     check_range("--passes", passes, 1, PASSES_MAX)
@@ -38,15 +38,14 @@ def codecs(
     for name in codec or []:
         arguments += ["--codec", name]
     with processes() as (children, folder):
-        child = children.start("codecs", arguments, folder / "log", talks=True)
-        child.expected_to_end = True
-        text, _ = child.process.communicate(timeout=START_S + passes * 60.0)
-        words = (folder / "log").read_text(encoding="utf-8")
-        if "invalid choice" in words:
-            raise ConfigError(words.split("invalid choice")[1].strip(" :\n"), key="--codec")
-        if not text:
-            raise DemoFailed("the codecs' process told nothing", (folder / "log",))
-    report: dict[str, Any] = json.loads(text)
+        worker = start_worker(children, "the codecs' process", arguments, folder / "log")
+        try:
+            report = worker.hear(START_S + passes * PASS_S)
+        except DemoFailed:
+            words = (folder / "log").read_text(encoding="utf-8")
+            if "invalid choice" not in words:
+                raise
+            raise ConfigError(words.split("invalid choice: ")[1], key="--codec") from None
     _show(report)
     write_json(json_file, report)
 

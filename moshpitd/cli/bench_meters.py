@@ -33,6 +33,12 @@ def members_of(sessions: Collection[int]) -> list[int]:
     return found
 
 
+def session_of(pid: int) -> int:
+    """0 when there is no such process."""
+    fields = _stat(pid)
+    return int(fields[3]) if fields else 0
+
+
 def cpu_s(sessions: Collection[int]) -> float:
     """Processor seconds of all processes of these sessions that live, and of their children that
     ended."""

@@ -158,11 +158,12 @@ class Swarm:
         self._memory = _memory_folder(children)
 
     def start(self) -> None:
-        """All daemons up, joined through the first; all trainers ready, none attached."""
+        """All daemons up, joined through the first; all trainers ready, none attached. Without
+        parameters (`numel` 0) there are no trainers: the bench has others."""
         first, *others = self.nodes
         self._configure(first, [])
         first.start_daemon(self.children)
-        self.trainers = [self._start_trainer(node) for node in self.nodes]
+        self.trainers = [self._start_trainer(node) for node in self.nodes if self._numel]
         self.wait(lambda: address_of(first) != "", first.name)
         for node in others:
             self._configure(node, [address_of(first)])
@@ -238,8 +239,8 @@ def address_of(node: Node) -> str:
     return str(status.addresses[0]) if status is not None and status.addresses else ""
 
 
-def end(children: Children) -> None:
-    """Let everybody leave in order, then kill what has not.
+def end(children: Children) -> list[str]:
+    """Let everybody leave in order, then kill what has not, which is returned by name.
 
     Daemons are asked by a signal; a worker leaves when its stdin ends, which gives hivemind's the
     time to end its own processes and to remove what they share.
@@ -255,7 +256,9 @@ def end(children: Children) -> None:
     deadline = time.monotonic() + LEAVE_S
     while time.monotonic() < deadline and any(one.code is None for one in children.started):
         time.sleep(POLL_S)
+    forced = [one.name for one in children.started if one.code is None]
     children.kill_all()
+    return forced
 
 
 @contextmanager

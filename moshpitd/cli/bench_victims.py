@@ -116,8 +116,9 @@ class Victims:
                 ):
                     return trial
             moment = draw_moment(moment.place, self._rng)
+        missed = self._redraws + 1
         raise DemoFailed(
-            f"trial {number}: {self._redraws + 1} times the round was over before its victim was hit",
+            f"trial {number}: {missed} times the round was over before its victim was hit",
             self.swarm.logs(),
         )
 

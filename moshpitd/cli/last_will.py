@@ -34,6 +34,10 @@ class LastWill:
             start_new_session=True,  # Ctrl-C at the terminal is the writer's to answer
         )
 
+    @property
+    def pid(self) -> int:
+        return self._executor.pid
+
     def started(self, group: int) -> None:
         """The process group `group` shall not outlive us."""
         self._write(f"group {group}")
