@@ -17,7 +17,6 @@ with_tests   = $(foreach folder,$(1),$(if $(wildcard $(folder)/test_*.py),$(fold
 PURE_TESTS  := $(call with_tests,tests/unit tests/fuzz tests/simulation)
 REAL_TESTS  := $(call with_tests,tests/integration)
 CHAOS_TESTS := $(call with_tests,tests/chaos tests/integration)
-BENCHES     := $(wildcard scripts/bench_*.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -67,9 +66,10 @@ format: $(STAMP) ## let ruff repair what it can
 chaos: $(STAMP) ## long tests that kill, freeze and cut things
 	$(PYTEST) $(CHAOS_TESTS) -m chaos
 
-bench: $(STAMP) ## measurements in scripts/; figures belong into DECISIONS.md
-	@test -n "$(BENCHES)" || { echo "make bench: no scripts/bench_*.py in this checkout" >&2; exit 2; }
-	@for script in $(BENCHES); do echo "== $$script"; $(PY) "$$script" || exit 1; done
+bench: $(STAMP) ## figures of this machine beside gloo and hivemind; they belong into DECISIONS.md
+	$(VENV)/bin/moshpitd bench codecs
+	$(VENV)/bin/moshpitd bench latency
+	$(VENV)/bin/moshpitd bench allreduce --params 25e6 --against gloo --against hivemind
 
 sim: $(STAMP) ## the deterministic world only
 	$(PYTEST) tests/simulation

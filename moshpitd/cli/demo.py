@@ -69,13 +69,15 @@ def demo(
         raise ConfigError(f"{json_file}: no such directory", key="--json")
     out = console()
     with _signals_raise(), _folder(keep) as folder, _sockets() as sockets:
-        report = _perform(plan, folder, sockets, out)
+        report = _perform(plan, folder, sockets, out, kept=keep is not None)
     if json_file is not None:
         _write(json_file, report)
     raise typer.Exit(0 if report["passed"] else 1)
 
 
-def _perform(plan: Plan, folder: Path, sockets: Path, out: Console) -> dict[str, Any]:
+def _perform(
+    plan: Plan, folder: Path, sockets: Path, out: Console, *, kept: bool
+) -> dict[str, Any]:
     """Play it, show what it proved; the report."""
     from moshpitd.cli.demo_processes import DemoFailed, tail
     from moshpitd.cli.demo_screen import Screen, checks_table, peers_table
@@ -85,6 +87,8 @@ def _perform(plan: Plan, folder: Path, sockets: Path, out: Console) -> dict[str,
 
     stories = [Story(plan.steps) for _ in range(plan.peers)]
     stage = Stage(plan, folder, sockets, stories)
+    if not kept:
+        stage.children.will.folder(folder)
     screen = Screen(out, stories)
     try:
         with screen:

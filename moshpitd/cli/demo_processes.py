@@ -1,7 +1,7 @@
 """The demo's nodes as real processes: a daemon and a trainer each, started, killed, ended.
 
 One rule: every process is a group of its own that is ended by its pid when the demo ends, however
-it ends; nothing is ever looked up by name.
+it ends (`last_will` sees to it when the demo itself is killed); nothing is looked up by name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moshpitd.cli.demo_story import JsonLines, Story
+from moshpitd.cli.last_will import LastWill
 from moshpitd.errors import ConfigError, DaemonUnavailable, MoshpitError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    will: LastWill
     expected_to_end: bool = False
     _code: int | None = None
     _collected: bool = False
@@ -78,6 +80,7 @@ class Child:
         # On some systems a group of nothing but a dead leader may not be signalled.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.will.ended(self.process.pid)
         self._code = self.process.wait()
 
     def ask_to_leave(self) -> None:
@@ -92,6 +95,9 @@ class Children:
     def __init__(self, sockets: Path) -> None:
         """`sockets`: the folder for what has to have a short name."""
         self.started: list[Child] = []
+        self.folder = sockets
+        self.will = LastWill()
+        self.will.folder(sockets)
         # A checkout need not be installed, and one thread per process is enough for nine nodes on
         # two cores: torch's pools would only take turns.
         path = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -104,18 +110,29 @@ class Children:
             "MKL_NUM_THREADS": "1",
         }
 
-    def start(self, name: str, arguments: list[str], log: Path, *, nice: bool = False) -> Child:
-        """Run `python ARGUMENTS`. `nice`: only what the others leave over of the processors."""
+    def start(
+        self,
+        name: str,
+        arguments: list[str],
+        log: Path,
+        *,
+        nice: bool = False,
+        talks: bool = False,
+        environ: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Run `python ARGUMENTS`. `nice`: only what the others leave over of the processors;
+        `talks`: stdin and stdout are pipes to us, and only stderr goes to the log."""
         with log.open("ab") as out:
             process = subprocess.Popen(
                 [sys.executable, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self._environ,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if talks else out,
+                stderr=out,
+                env={**self._environ, **(environ or {})},
                 start_new_session=True,
             )
-        child = Child(name, process, log)
+        child = Child(name, process, log, self.will)
+        self.will.started(process.pid)
         self.started.append(child)
         if nice:
             with contextlib.suppress(OSError):
@@ -132,6 +149,7 @@ class Children:
         """By force. Who shall leave in peace was asked before."""
         for child in self.started:
             child.kill()
+        self.will.close()
 
 
 @dataclass(slots=True)
@@ -161,8 +179,15 @@ class Node:
         """The logs of this node, for whoever asks why."""
         return tuple(child.log for child in (self.daemon, self.trainer) if child is not None)
 
-    def write_config(self, *, bootstrap: list[str], max_group: int) -> None:
-        """A file as a person would write it: only what differs from the defaults."""
+    def write_config(
+        self,
+        *,
+        bootstrap: list[str],
+        max_group: int,
+        more: Mapping[str, object] | None = None,
+    ) -> None:
+        """A file as a person would write it: only what differs from the defaults. `more`: further
+        settings by dotted key."""
         control, links = self.ports
         sections: dict[str, dict[str, object]] = {
             "node": {
@@ -180,6 +205,9 @@ class Node:
             "averaging": {"max_group": max_group},
             "http": {"port": 0},
         }
+        for key, value in (more or {}).items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
         lines = []
         for section, values in sections.items():
             lines.append(f"[{section}]")

@@ -1,0 +1,27 @@
+"""`moshpitd bench VERB`: figures about this machine, with their baselines in the same run.
+
+One rule: one file per verb, which imports what it needs when it runs; here they only get names.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from moshpitd.cli import (
+    bench_allreduce,
+    bench_churn,
+    bench_codecs,
+    bench_death,
+    bench_freeze,
+    bench_latency,
+)
+
+app = typer.Typer(
+    name="bench", help="Measure this machine, beside gloo and hivemind.", no_args_is_help=True
+)
+app.command("allreduce")(bench_allreduce.allreduce)
+app.command("codecs")(bench_codecs.codecs)
+app.command("latency")(bench_latency.latency)
+app.command("death")(bench_death.death)
+app.command("freeze")(bench_freeze.freeze)
+app.command("churn")(bench_churn.churn)
