@@ -291,3 +291,44 @@ def test_the_effects_of_a_takeover_in_order() -> None:
         if name == took and isinstance(effect, (ef.Bar, ef.Average, ef.Push, ef.HandOver))
     ]
     assert kinds == ["Bar", "Average", "Push"]
+
+
+# -- a partition
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_both_halves_finish_with_their_own_and_meet_again(seed: int) -> None:
+    it = swarm(6, parts=10, seed=seed, shuffle=True)
+    hands, names = it.hands, list(it.tokens)
+    it.begun()
+    hands.step(seed * 4)
+    halves = (names[:3], names[3:])
+    cut = [True]
+    hands.drop = lambda sender, to, what: cut[0] and (sender in halves[0]) != (to in halves[0])
+    for one in names:
+        for other in names:
+            if (one in halves[0]) != (other in halves[0]):
+                hands.tell(one, ev.LinkLost(other), origin=other, plane="bulk")
+    hands.finish()
+    before = spread(it)
+    for half in halves:
+        for name in half:
+            assert it.outcome(name).parts_without_result == ()
+            assert set(half) <= set(it.outcome(name).agreed)
+            for part in range(10):
+                assert hands.value(name, part) == hands.value(half[0], part)
+    # It heals. They announce themselves and meet again; what drifted apart comes together.
+    cut.clear()
+    cut.append(False)
+    hands.run(until_s=hands.now + hands.params.ttl_s)
+    tokens = {name: hands.contribute(name, hands.nodes[name].values["t"]) for name in names}
+    hands.finish()
+    assert {hands.outcomes[token].group_size for token in tokens.values()} == {6}
+    assert spread(it) <= before
+    assert spread(it) == 0.0
+
+
+def spread(it: Swarm) -> float:
+    """The largest difference between two members in a part."""
+    columns = [[it.hands.value(name, part) for name in it.tokens] for part in range(10)]
+    return max(max(column) - min(column) for column in columns)
