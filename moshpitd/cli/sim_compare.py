@@ -8,6 +8,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,20 +34,43 @@ PlotFile = Annotated[
     Path | None, typer.Option("--plot", help="Draw a figure to this file (.png, .svg or .pdf).")
 ]
 SHOWN_FAILURES = (0.0, 0.01)
+RACED_ROUNDS = 14  # as many as a random matching needs
+WINDOW_S = 5.0  # core.params: what a leader waits for peers that are not ready
 
 
-def compare(json: JsonFile = None, csv: CsvFile = None, plot: PlotFile = None) -> None:
+def compare(
+    json: JsonFile = None,
+    csv: CsvFile = None,
+    plot: PlotFile = None,
+    peers: Annotated[int, typer.Option(min=0, max=1_000_000, help="Ask about your own swarm.")] = 0,
+    parameters: Annotated[float, typer.Option(min=1, max=1e13, help="Of your model.")] = 17.7e6,
+    codec: Annotated[str, typer.Option(help="How your parameters travel.")] = "float32",
+    latency_ms: Annotated[float, typer.Option(min=0, help="One way, between your peers.")] = 40.0,
+    up_mbps: Annotated[float, typer.Option(min=0.001, help="Upload of each peer.")] = 20.0,
+    down_mbps: Annotated[float, typer.Option(min=0.001, help="Download of each peer.")] = 100.0,
+    compute_s: Annotated[float, typer.Option(min=0, help="Work between two averages.")] = 1.0,
+    sigma: Annotated[float, typer.Option(min=0, max=3, help="Its spread (lognormal).")] = 0.5,
+    lifetime_min: Annotated[
+        float, typer.Option(min=0, help="Minutes until a peer is preempted, on average; 0: never.")
+    ] = 0.0,
+) -> None:
     """Show which averaging algorithm is fastest on which network, and how far to trust that.
 
     The model is checked against published epoch times first; then it is asked about 16 to 100,000
-    peers, with and without failures.
+    peers, with and without failures, and with --peers about your own.
     """
     draw = _plotter() if plot is not None else None  # a missing package is told before the work
     for path in (json, csv, plot):
         _check_folder(path)
 
     from moshpitd.sim.costs import calibration, choice, scaling
+    from moshpitd.sim.costs.payload import Payload
 
+    own = None
+    if peers:
+        own = _Own(
+            peers, parameters, codec, latency_ms, up_mbps, down_mbps, compute_s, sigma, lifetime_min
+        ).rows()
     fits, grown = calibration.table(), scaling.table()
     orders, trained, averaged = choice.orders(), choice.training_map(), choice.averaging_map(grown)
     out = console()
@@ -54,12 +78,54 @@ def compare(json: JsonFile = None, csv: CsvFile = None, plot: PlotFile = None) -
     _show_scaling(out, grown)
     _show_orders(out, orders)
     _show_maps(out, trained, averaged)
+    if own is not None:
+        _show_own(out, own)
     if json is not None:
-        _write_json(json, fits, grown, orders, trained, averaged)
+        _write_json(json, _Found(fits, grown, orders, trained, averaged, own or []))
     if csv is not None:
-        _write_csv(csv, fits, grown)
+        _write_csv(csv, fits, [*grown, *(own or [])])
     if draw is not None and plot is not None:
-        draw(plot, fits, grown, trained)
+        from moshpitd.sim.costs import trajectory
+
+        volunteers = scaling.SETTINGS[-1]
+        payload = Payload(scaling.PARAMETERS, "float16")
+        draw(
+            plot,
+            fits,
+            grown,
+            trained,
+            trajectory.race(volunteers, payload, peers=1024, failure=0.01, rounds=RACED_ROUNDS),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A swarm as the flags describe it."""
+
+    peers: int
+    parameters: float
+    codec: str
+    latency_ms: float
+    up_mbps: float
+    down_mbps: float
+    compute_s: float
+    sigma: float
+    lifetime_min: float
+
+    def rows(self) -> list[ScalingRow]:
+        from moshpitd.sim.costs.churn import Churn
+        from moshpitd.sim.costs.net import Lognormal, Net
+        from moshpitd.sim.costs.payload import Payload
+        from moshpitd.sim.costs.scaling import Setting, of_swarm
+
+        if self.peers < 2:
+            raise ConfigError("one peer has nobody to agree with", key="--peers", expected="2..")
+        net = Net("yours", self.latency_ms / 1e3, self.up_mbps * 1e6, self.down_mbps * 1e6)
+        compute = Lognormal(self.compute_s, self.sigma)
+        churn = Churn(self.lifetime_min * 60.0) if self.lifetime_min else Churn()
+        payload = Payload(int(self.parameters), self.codec)
+        setting = Setting(net, compute, window_s=WINDOW_S)
+        return of_swarm(setting, payload, peers=self.peers, churn=churn)
 
 
 def _plotter() -> Any:
@@ -160,24 +226,38 @@ def _show_maps(
     out.print(table("", ("network, failures", *(f"N={size}" for size in sizes)), rows))
 
 
+def _show_own(out: Console, rows: Sequence[ScalingRow]) -> None:
+    lines = [
+        (r.method, r.rounds, _seconds(r.round_s), f"{r.p_fail:.1%}", _seconds(r.seconds))
+        for r in rows
+    ]
+    out.print()
+    out.print(text(f"Your {rows[0].peers} peers: seconds until they agree", "bold"))
+    columns = ("method", "rounds #", "s a round #", "away in a round #", "seconds #")
+    out.print(table("", columns, lines))
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _write_json(
-    path: Path,
-    fits: Sequence[CalibrationRow],
-    grown: Sequence[ScalingRow],
-    orders: Sequence[Order],
-    trained: Sequence[TrainingCell],
-    averaged: Sequence[AveragingCell],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    fits: Sequence[CalibrationRow]
+    grown: Sequence[ScalingRow]
+    orders: Sequence[Order]
+    trained: Sequence[TrainingCell]
+    averaged: Sequence[AveragingCell]
+    own: Sequence[ScalingRow]
+
+
+def _write_json(path: Path, found: _Found) -> None:
     """Infinite seconds are null: JSON has no word for never."""
     value = {
         "calibration": {
-            "within_15_percent": sum(row.fits for row in fits),
-            "rows": [_calibration_line(row) for row in fits],
+            "within_15_percent": sum(row.fits for row in found.fits),
+            "rows": [_calibration_line(row) for row in found.fits],
         },
-        "scaling": {"target": 1e-4, "rows": [_scaling_line(row) for row in grown]},
+        "scaling": {"target": 1e-4, "rows": [_scaling_line(row) for row in found.grown]},
         "orders": [
             {
                 "question": order.question,
@@ -189,7 +269,7 @@ def _write_json(
                     for place in order.places
                 ],
             }
-            for order in orders
+            for order in found.orders
         ],
         "fastest_training_step": [
             {
@@ -198,7 +278,7 @@ def _write_json(
                 "winner": cell.winner,
                 "step_s": cell.step_s,
             }
-            for cell in trained
+            for cell in found.trained
         ],
         "first_to_agree": [
             {
@@ -210,8 +290,9 @@ def _write_json(
                 "winner_with_64_links": cell.winner_few_links,
                 "seconds_with_64_links": _finite(cell.seconds_few_links),
             }
-            for cell in averaged
+            for cell in found.averaged
         ],
+        "yours": [_scaling_line(row) for row in found.own],
     }
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 

@@ -5,7 +5,7 @@ else works without it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,26 @@ if TYPE_CHECKING:
     from moshpitd.sim.costs.calibration import Row as CalibrationRow
     from moshpitd.sim.costs.choice import TrainingCell
     from moshpitd.sim.costs.scaling import Row as ScalingRow
+    from moshpitd.sim.costs.trajectory import Point
 
 SHOWN_NETWORK = "volunteers"
 SHOWN_FAILURE = 0.01
+LEAST_DISTORTION = 1e-10  # of float32 parameters nothing is left below it
+COLOURS = {
+    method: f"C{number}"
+    for number, method in enumerate(
+        (
+            "allreduce_ring",
+            "allreduce_butterfly",
+            "ps",
+            "gossip_ring",
+            "one_peer_exp",
+            "random_matching",
+            "random_groups",
+            "moshpit",
+        )
+    )
+}
 LONGEST_S = 1e6  # eleven days; beyond it the axis would show nothing but gossip
 
 
@@ -32,19 +49,23 @@ def draw(
     fits: Sequence[CalibrationRow],
     grown: Sequence[ScalingRow],
     trained: Sequence[TrainingCell],
+    raced: Mapping[str, Sequence[Point]],
 ) -> None:
-    """Four panels: both sweeps of the calibration, seconds against peers, and the map of links."""
+    """Six panels: both sweeps of the calibration, the map of links, seconds against peers without
+    and with failures, and distortion against seconds of one drawn run."""
     kinds = pyplot.figure().canvas.get_supported_filetypes()
     pyplot.close()
     if path.suffix.lstrip(".").lower() not in kinds:
         raise ConfigError(
             f"{path}: no figure has that ending", key="--plot", expected=f".{', .'.join(kinds)}"
         )
-    figure, panels = pyplot.subplots(2, 2, figsize=(13, 10), layout="constrained")
+    figure, panels = pyplot.subplots(2, 3, figsize=(18, 10), layout="constrained")
     _sweep(panels[0][0], fits, "bandwidth_Gbps", "bandwidth per server (Gb/s)")
     _sweep(panels[0][1], fits, "latency_ms", "added one-way latency (ms)")
-    _growth(panels[1][0], grown)
-    _links(panels[1][1], trained)
+    _links(panels[0][2], trained)
+    _growth(panels[1][0], grown, 0.0)
+    _growth(panels[1][1], grown, SHOWN_FAILURE)
+    _race(panels[1][2], raced)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -66,16 +87,31 @@ def _sweep(panel: Any, rows: Sequence[CalibrationRow], knob: str, label: str) ->
     panel.grid(alpha=0.3)
 
 
-def _growth(panel: Any, rows: Sequence[ScalingRow]) -> None:
-    here = [r for r in rows if (r.network, r.p_fail) == (SHOWN_NETWORK, SHOWN_FAILURE)]
+def _growth(panel: Any, rows: Sequence[ScalingRow], failure: float) -> None:
+    here = [r for r in rows if (r.network, r.p_fail) == (SHOWN_NETWORK, failure)]
     for method in dict.fromkeys(row.method for row in here):
         mine = [row for row in here if row.method == method and row.seconds <= LONGEST_S]
-        panel.plot([r.peers for r in mine], [r.seconds for r in mine], marker=".", label=method)
+        peers, seconds = [r.peers for r in mine], [r.seconds for r in mine]
+        panel.plot(peers, seconds, marker=".", label=method, color=COLOURS[method])
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("peers")
     panel.set_ylabel("seconds to distortion 1e-4")
-    panel.set_title(f"{SHOWN_NETWORK}, each away in {SHOWN_FAILURE:.0%} of the rounds")
+    away = f"each away in {failure:.0%} of the rounds" if failure else "no failures"
+    panel.set_title(f"{SHOWN_NETWORK}, {away}")
+    panel.legend(fontsize="small")
+    panel.grid(alpha=0.3)
+
+
+def _race(panel: Any, raced: Mapping[str, Sequence[Point]]) -> None:
+    for method, points in raced.items():
+        seconds, distortion = [p.seconds for p in points], [p.distortion for p in points]
+        panel.plot(seconds, distortion, marker=".", label=method, color=COLOURS[method])
+    panel.set_yscale("log")
+    panel.set_ylim(bottom=LEAST_DISTORTION)
+    panel.set_xlabel("modelled seconds")
+    panel.set_ylabel("distortion (mean squared deviation, relative)")
+    panel.set_title(f"one drawn run of 1024 {SHOWN_NETWORK}, {SHOWN_FAILURE:.0%} away per round")
     panel.legend(fontsize="small")
     panel.grid(alpha=0.3)
 

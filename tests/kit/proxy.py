@@ -13,7 +13,8 @@ proxy makes a network slow or dead, never wrong.
 
 It has a thread and a loop of its own, so that neither a test that blocks nor the loop of the nodes
 delays what is on its way. What is on its way is bounded (`IN_FLIGHT_BYTES`), beyond that nothing is
-read, as in a full router. A delay is exact to about a millisecond.
+read, as in a full router. A delay is exact to about a millisecond; the handshake of TCP itself is
+not delayed, because a kernel answers it before anybody is asked.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -98,9 +100,9 @@ class Path:
         """Reset new connections at once; those that stand go on."""
         self._accepting = not refusing
 
-    def _run(self, function: object, *arguments: object) -> None:
+    def _run(self, function: Callable[..., None], *arguments: object) -> None:
         async def call() -> None:
-            function(*arguments)  # type: ignore[operator]
+            function(*arguments)
 
         asyncio.run_coroutine_threadsafe(call(), self._loop).result(START_TIMEOUT_S)
 

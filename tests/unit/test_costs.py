@@ -19,6 +19,7 @@ from moshpitd.core.grid import sides_for
 from moshpitd.core.topologies import OnePeerExponential, Ring, schedule_for
 from moshpitd.net.frames import HEADER_BYTES
 from moshpitd.sim.costs import calibration, choice, events, scaling
+from moshpitd.sim.costs.churn import Churn, join_s
 from moshpitd.sim.costs.net import Lognormal, Net
 from moshpitd.sim.costs.operations import (
     Operation,
@@ -391,6 +392,28 @@ def test_an_uneven_group_takes_what_the_balance_promises() -> None:
     assert group_s(layout, "float32", rates) == pytest.approx(promised, rel=0.01)
     even = (1 + (members - 2) / members) * size / min(rates)
     assert group_s(layout, "float32", rates) < 0.75 * even
+
+
+def test_churn_makes_slow_rounds_fail_more_often() -> None:
+    churn = Churn(lifetime_s=600.0, arrivals_per_s=0.5)
+    assert churn.failure(6.0) == pytest.approx(0.01, rel=0.01)
+    assert churn.failure(1e9) == 1.0
+    assert Churn().failure(1e9) == 0.0
+    assert Churn().useful_share(1e9) == 1.0
+
+
+def test_a_population_has_the_size_that_its_lifetime_says() -> None:
+    """Drawn arrival by arrival; its spread is that of a Poisson number."""
+    churn = Churn(lifetime_s=600.0, arrivals_per_s=0.5)
+    drawn = churn.sizes(np.random.default_rng(5), seconds=600_000.0, samples=1000)
+    assert drawn.mean() == pytest.approx(churn.peers, rel=0.02)
+    assert drawn.std() == pytest.approx(math.sqrt(churn.peers), rel=0.1)
+
+
+def test_a_newcomer_loads_through_the_narrower_end() -> None:
+    net = Net("", 0.05, 9e6, 90e6, goodput=8 / 9)  # 1 MB/s up, 10 MB/s down
+    assert join_s(net, 60e6) == pytest.approx(60.2)
+    assert Churn(lifetime_s=600.0).useful_share(60.0) == pytest.approx(math.exp(-0.1))
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -77,6 +77,35 @@ def test_the_figure_is_a_picture(written: tuple[Path, str]) -> None:
     assert (written[0] / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_swarm_of_ones_own(tmp_path: Path) -> None:
+    """Preempted every hour: groups go on, collectives hardly ever come to an end."""
+    flags = "--peers 200 --parameters 125e6 --codec float16 --latency-ms 30 --up-mbps 50"
+    flags += " --down-mbps 200 --compute-s 20 --sigma 0.3 --lifetime-min 60"
+    result = invoke(*flags.split(), "--json", tmp_path / "a.json")
+    assert result.exit_code == 0, result.output
+    assert "Your 200 peers" in result.stdout
+    yours = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["yours"]
+    seconds = {row["method"]: row["seconds"] for row in yours}
+    assert next(iter(seconds)) == "moshpit"
+    assert list(seconds.values()) == sorted(seconds.values())
+    assert seconds["allreduce_butterfly"] > 100 * seconds["moshpit"]
+    away = {row["method"]: row["p_fail"] for row in yours}
+    assert away["moshpit"] == pytest.approx(0.0335, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--peers 1", "nobody to agree with"),
+        ("--peers 9 --codec int7", "unknown codec 'int7'"),
+    ],
+)
+def test_a_swarm_that_cannot_be(flags: str, told: str) -> None:
+    result = invoke(*flags.split())
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
 def test_a_figure_without_matplotlib_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -19,6 +19,12 @@ from moshpitd.sim.costs.distortion import (
     ring_rounds,
     rounds_of_factor,
 )
+from moshpitd.sim.costs.net import Lognormal, Net
+from moshpitd.sim.costs.operations import group_round, neighbours
+from moshpitd.sim.costs.payload import Payload
+from moshpitd.sim.costs.scaling import Setting
+from moshpitd.sim.costs.steps import Circumstances, closed_form
+from moshpitd.sim.costs.trajectory import drawn, race
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -117,6 +123,44 @@ def test_push_sum_keeps_the_mean_when_peers_are_away() -> None:
     assert population.values.sum() == pytest.approx(total)
     assert population.weights.sum() == pytest.approx(50.0)
     assert population.distortion < 1e-2
+
+
+SETTING = Setting(Net("even", 0.01, 1e8), Lognormal(0.5), window_s=1.0)
+PAYLOAD = Payload(100_000)
+
+
+def test_a_drawn_run_without_variance_takes_its_rounds_times_the_formula() -> None:
+    schedule = schedule_for("moshpit", 64, sides=(8, 8))
+    operation = group_round(64, 8, PAYLOAD)
+    points = drawn(schedule, operation, SETTING, rounds=2)
+    around = Circumstances(SETTING.compute, window_s=SETTING.window_s)
+    once = closed_form(operation, SETTING.net, around).seconds
+    assert [point.seconds for point in points] == pytest.approx([0.0, once, 2 * once])
+    assert points[0].distortion == pytest.approx(1.0)
+    assert 0.03 < points[1].distortion < 0.3  # (r-1)/(N-1) = 1/9 on average over draws
+    assert points[2].distortion < 1e-20
+
+
+def test_among_failures_groups_get_there_and_a_collective_does_not() -> None:
+    """What the table says of 1024 volunteers, in one drawn run of 256."""
+    runs = race(SETTING, PAYLOAD, peers=256, failure=0.02, rounds=6, seed=1)
+    assert runs["allreduce_butterfly"][-1].distortion == pytest.approx(1.0)
+    assert runs["allreduce_butterfly"][-1].seconds > 6 * 0.5
+    for name in ("random_groups", "moshpit"):
+        assert runs[name][-1].distortion < 1e-6
+    assert 1e-4 < runs["random_matching"][-1].distortion < 0.1
+    never = race(SETTING, PAYLOAD, peers=256, failure=0.0, rounds=1)
+    assert never["allreduce_butterfly"][1].distortion < 1e-20
+
+
+def test_peers_wait_for_those_they_meet() -> None:
+    """A round of pairs is waited for by pairs: later than each alone, sooner than all together."""
+    uneven = Setting(SETTING.net, Lognormal(1.0, 0.7), window_s=0.0)
+    pair = neighbours(64, Payload(1), degree=1)
+    for name in ("random-matching", "one-peer-exponential"):
+        points = drawn(schedule_for(name, 64), pair, uneven, rounds=20, seed=4)
+        alone, together = 20 * uneven.compute.mean_s, 20 * uneven.compute.slowest_s(64)
+        assert alone * 1.1 < points[-1].seconds < together * 0.8
 
 
 def test_rounds_of_a_factor() -> None:

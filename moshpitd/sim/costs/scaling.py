@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moshpitd.core.grid import sides_for
+from moshpitd.sim.costs.churn import Churn
 from moshpitd.sim.costs.distortion import (
     group_rounds,
     moshpit_rounds,
@@ -39,6 +40,7 @@ MAX_GROUP = 32
 TARGET = 1e-4
 PEERS = (16, 64, 256, 1024, 4096, 16384, 100_000)
 FAILURES = (0.0, 0.001, 0.01)
+STABLE = Churn()
 NEVER_S = 1e11
 """3,000 years. What takes longer is told as "never"."""
 
@@ -115,6 +117,18 @@ class Row:
     rounds: int
     round_s: float
     seconds: float
+
+
+def of_swarm(setting: Setting, payload: Payload, *, peers: int, churn: Churn = STABLE) -> list[Row]:
+    """Every method for one swarm, fastest first. Who is away how often follows from each method's
+    own round and the lifetime of peers."""
+    around = Circumstances(setting.compute, window_s=setting.window_s)
+    rows = []
+    for method in METHODS:
+        once = closed_form(method.operation(peers, payload), setting.net, around).seconds
+        failure = churn.failure(once)
+        rows.append(row(method, setting, payload, peers=peers, failure=failure))
+    return sorted(rows, key=lambda one: one.seconds)
 
 
 def row(method: Method, setting: Setting, payload: Payload, *, peers: int, failure: float) -> Row:
