@@ -40,8 +40,8 @@ def check(sessions: list[Session], results: list[Result], codec: str) -> None:
     assert [result.status for result in results] == ["complete"] * peers, str(results)
     members = sorted(zip(sessions, results, strict=True), key=lambda pair: str(pair[0].peer_id))
     for (_, result), model in zip(members, modelled(peers, codec), strict=True):
-        assert result.bytes_sent == pytest.approx(model.sent, rel=0.02)
-        assert result.bytes_received == pytest.approx(model.received, rel=0.02)
+        # The bar is 2 %; a round that loses nothing has no reason to differ at all.
+        assert (result.bytes_sent, result.bytes_received) == (model.sent, model.received)
     # Together they have to be those of the textbook too: 2 (n-1)/n m each.
     textbook = butterfly(peers, Payload(NUMEL, codec))
     mean = sum(result.bytes_sent for result in results) / peers
