@@ -7,6 +7,12 @@ replaced by their mean, weighted by the samples w_i that each one has seen since
 
     x_i <- sum_j w_j x_j / sum_j w_j
 
+With `overlap=True` the round runs while the trainer computes. Its result is an average of what the
+parameters were when it began, so what comes in is the difference, and nothing that the trainer
+learned meanwhile is lost (the delayed averaging of hivemind's "deltas instead of values"):
+
+    x_i <- x_i + (average - contribution)
+
 Momentum and other optimizer state stay local: they are about this trainer's gradients.
 """
 
@@ -20,6 +26,7 @@ from typing import Any, Literal, SupportsIndex, TypedDict, Unpack, overload
 from torch.optim import Optimizer
 
 from moshpitd.client.checks import MAX_WEIGHT, average_request, check_weight
+from moshpitd.client.flight import Flight
 from moshpitd.client.optim.schedule import schedule_of
 from moshpitd.client.result import PartialAverage, Progress, Result
 from moshpitd.client.session import Session
@@ -53,6 +60,14 @@ class LocalSGD(Optimizer):
     `missed`), with "raise" it does. A TrainerError always does: a NaN in the model or a schema
     that differs is nothing that waiting would cure.
 
+    With `overlap` a step never waits for a round: one that is due begins after the step and is
+    landed after the first step at whose end its result is here; there is one in flight at most, and
+    what comes due meanwhile begins when that one has landed. A round that fails adds nothing, and a
+    part without a result adds 0. When a round loaded a snapshot the parameters become that, and the
+    steps made since it began are gone with those before it. `land()` waits for the round in flight,
+    for the end of training or before a checkpoint that shall hold it; `average()` does it too and
+    is then a round of its own that waits.
+
     Like torch's own PostLocalSGDOptimizer it is an Optimizer for whoever asks (schedulers,
     GradScaler) but does not run Optimizer.__init__: all state is the wrapped one's. Hooks belong
     there too.
@@ -65,6 +80,7 @@ class LocalSGD(Optimizer):
         *,
         every: int | None = None,
         every_s: float | None = None,
+        overlap: bool = False,
         on_error: Literal["continue", "raise"] = "continue",
         on_result: Callable[[Result], None] | None = None,
         **options: Unpack[AverageOptions],
@@ -77,6 +93,9 @@ class LocalSGD(Optimizer):
         self.samples = 0
         self.missed = 0
         self.last: Result | None = None
+        self._overlap = overlap
+        self._flight: Flight | None = None
+        self._aboard = 0  # of `samples`, those whose steps the round in flight carries
         self._schedule = schedule_of(every, every_s)
         self._on_error, self._on_result, self._options = on_error, on_result, options
 
@@ -103,19 +122,62 @@ class LocalSGD(Optimizer):
         # A trainer that was alone for weeks stops counting at the bound instead of being refused
         # for it.
         self.samples = min(self.samples + count, MAX_WEIGHT)
-        if self._schedule.due(steps=self.steps, now=time.monotonic()):
-            self.average()
+        if self._flight is not None and self._flight.done:
+            self.land()
+        if self._flight is None and self._schedule.due(steps=self.steps, now=time.monotonic()):
+            if self._overlap:
+                self._begin()
+            else:
+                self.average()
         return loss
 
     def average(self, **options: Unpack[AverageOptions]) -> Result | None:
-        """Average now, whatever the schedule says; None when that was not possible. `options`
-        override the constructor's (a last `average(min_participants=n)`, say)."""
-        result: Result | None = None
+        """Average now, whatever the schedule says, and wait for it; None when that was not
+        possible. `options` override the constructor's (a last `average(min_participants=n)`,
+        say)."""
+        self.land()
+        self._aboard = self.samples
+        merged: AverageOptions = {**self._options, **options}
+        return self._attempt(lambda: self.session.average(self._weight, **merged))
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is under way whose result is not here yet."""
+        return self._flight is not None and not self._flight.done
+
+    def land(self) -> Result | None:
+        """Wait for the round in flight and bring it in; None when there is none, or it failed."""
+        flight = self._flight
+        if flight is None:
+            return None
         try:
-            merged: AverageOptions = {**self._options, **options}
-            # A trainer that made no step since still has parameters, and they weigh something: 0 is
-            # for newcomers, whose parameters are nobody's training yet.
-            result = self.session.average(max(self.samples, 1), **merged)
+            return self._attempt(flight.land)
+        finally:
+            if flight.done:  # else Ctrl-C ended the wait, and it still is in flight
+                self._flight = None
+
+    def _begin(self) -> None:
+        self._aboard = self.samples
+
+        def begin() -> None:
+            self._flight = self.session.begin(self._weight, **self._options)
+
+        self._attempt(begin)
+
+    @property
+    def _weight(self) -> int:
+        # A trainer that made no step since still has parameters, and they weigh something: 0 is
+        # for newcomers, whose parameters are nobody's training yet.
+        return max(self.samples, 1)
+
+    def _attempt(self, call: Callable[[], Result | None]) -> Result | None:
+        """One call about a round; what fails and passes is counted, what the trainer did wrong is
+        raised. A call without a result only began something."""
+        result: Result | None = None
+        begun = False
+        try:
+            result = call()
+            begun = result is None
         except DaemonUnavailable:
             self.missed += 1
             if self._on_error == "raise":
@@ -129,8 +191,9 @@ class LocalSGD(Optimizer):
             self.missed += 1
             log.warning("%s: no average this time: %s", self.session.run, error)
         finally:
-            together = result is not None and result.group_size > 1
-            self._schedule.averaged(now=time.monotonic(), together=together)
+            if not begun:
+                together = result is not None and result.group_size > 1
+                self._schedule.averaged(now=time.monotonic(), together=together)
             if result is not None:
                 self._note(result)
         return result
@@ -139,10 +202,12 @@ class LocalSGD(Optimizer):
         self.last = result
         # Alone or refused, the samples are still in nobody's average, and so they are after a
         # delta (only the others' values came in). A loaded snapshot dropped them together with
-        # their steps.
+        # their steps, also with those made since.
         taken_in = result.applied and result.status != "alone" and not result.delta
-        if taken_in or result.loaded_snapshot:
+        if result.loaded_snapshot:
             self.samples = 0
+        elif taken_in:
+            self.samples = max(self.samples - self._aboard, 0)
         if self._on_result is not None:
             self._on_result(result)
 
@@ -156,7 +221,8 @@ class LocalSGD(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, and under "local_sgd" our counters and the session's version
-        and lineage."""
+        and lineage. A round in flight is no part of it: its samples still count as nobody's, and
+        the parameters do not hold it either."""
         mine = {
             "steps": self.steps,
             "samples": self.samples,
@@ -167,10 +233,15 @@ class LocalSGD(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a plain optimizer's checkpoint as well. The session's part goes to
         `attach(state=...)`, because the daemon must hear of it before the first sync;
-        `session_state` picks it out."""
+        `session_state` picks it out. A round in flight is given up: it is about the parameters
+        before."""
+        if self._flight is not None:
+            self.session.give_up()
+            self._flight = None
         theirs = {key: value for key, value in state_dict.items() if key != KEY}
         self.optimizer.load_state_dict(theirs)
         mine = state_dict.get(KEY, {})
+        self._schedule.resumed()
         self.steps = int(mine.get("steps", 0))
         self.samples = int(mine.get("samples", 0))
 
