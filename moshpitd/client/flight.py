@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class Flight:
         self._plan = plan
         self.result: Result | None = None
         self.error: BaseException | None = None
+        self.began = self.ended = time.monotonic()
+        """Seconds of this machine's clock; `ended` is when the result was ready to be landed."""
         self._done = threading.Event()
         self._stream: Stream | None = None
         self._given_up = False
@@ -133,6 +136,7 @@ class Flight:
         except BaseException as error:  # told to whoever lands
             self.error = error
         finally:
+            self.ended = time.monotonic()
             self._done.set()
 
     def _stream_of(self, generation: int) -> Stream:

@@ -66,7 +66,7 @@ class LocalSGD(Optimizer):
     part without a result adds 0. When a round loaded a snapshot the parameters become that, and the
     steps made since it began are gone with those before it. `land()` waits for the round in flight,
     for the end of training or before a checkpoint that shall hold it; `average()` does it too and
-    is then a round of its own that waits.
+    is then a round of its own that waits. `flight` is the round that is not landed yet, or None.
 
     Like torch's own PostLocalSGDOptimizer it is an Optimizer for whoever asks (schedulers,
     GradScaler) but does not run Optimizer.__init__: all state is the wrapped one's. Hooks belong
@@ -94,7 +94,7 @@ class LocalSGD(Optimizer):
         self.missed = 0
         self.last: Result | None = None
         self._overlap = overlap
-        self._flight: Flight | None = None
+        self.flight: Flight | None = None
         self._aboard = 0  # of `samples`, those whose steps the round in flight carries
         self._schedule = schedule_of(every, every_s)
         self._on_error, self._on_result, self._options = on_error, on_result, options
@@ -122,9 +122,9 @@ class LocalSGD(Optimizer):
         # A trainer that was alone for weeks stops counting at the bound instead of being refused
         # for it.
         self.samples = min(self.samples + count, MAX_WEIGHT)
-        if self._flight is not None and self._flight.done:
+        if self.flight is not None and self.flight.done:
             self.land()
-        if self._flight is None and self._schedule.due(steps=self.steps, now=time.monotonic()):
+        if self.flight is None and self._schedule.due(steps=self.steps, now=time.monotonic()):
             if self._overlap:
                 self._begin()
             else:
@@ -143,24 +143,24 @@ class LocalSGD(Optimizer):
     @property
     def in_flight(self) -> bool:
         """Whether a round is under way whose result is not here yet."""
-        return self._flight is not None and not self._flight.done
+        return self.flight is not None and not self.flight.done
 
     def land(self) -> Result | None:
         """Wait for the round in flight and bring it in; None when there is none, or it failed."""
-        flight = self._flight
+        flight = self.flight
         if flight is None:
             return None
         try:
             return self._attempt(flight.land)
         finally:
             if flight.done:  # else Ctrl-C ended the wait, and it still is in flight
-                self._flight = None
+                self.flight = None
 
     def _begin(self) -> None:
         self._aboard = self.samples
 
         def begin() -> None:
-            self._flight = self.session.begin(self._weight, **self._options)
+            self.flight = self.session.begin(self._weight, **self._options)
 
         self._attempt(begin)
 
@@ -235,9 +235,9 @@ class LocalSGD(Optimizer):
         `attach(state=...)`, because the daemon must hear of it before the first sync;
         `session_state` picks it out. A round in flight is given up: it is about the parameters
         before."""
-        if self._flight is not None:
+        if self.flight is not None:
             self.session.give_up()
-            self._flight = None
+            self.flight = None
         theirs = {key: value for key, value in state_dict.items() if key != KEY}
         self.optimizer.load_state_dict(theirs)
         mine = state_dict.get(KEY, {})
