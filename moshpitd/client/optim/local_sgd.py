@@ -21,35 +21,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Literal, SupportsIndex, TypedDict, Unpack, overload
+from typing import Any, Literal, SupportsIndex, Unpack, overload
 
 from torch.optim import Optimizer
 
-from moshpitd.client.checks import MAX_WEIGHT, average_request, check_weight
+from moshpitd.client.checks import MAX_WEIGHT, check_weight
 from moshpitd.client.flight import Flight
+from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
 from moshpitd.client.optim.schedule import schedule_of
-from moshpitd.client.result import PartialAverage, Progress, Result
+from moshpitd.client.optim.wrapped import Wrapped
+from moshpitd.client.result import PartialAverage, Result
 from moshpitd.client.session import Session
 from moshpitd.errors import DaemonUnavailable, TrainerError
 
 log = logging.getLogger("moshpitd.client")
 
 KEY = "local_sgd"  # our entry in the wrapped optimizer's state_dict
-PASSING = frozenset({"bucket_busy", "bucket_modified"})
-"""Refusals that the next round may not meet: an interrupted call's round still ran."""
 
 
-class AverageOptions(TypedDict, total=False):
-    """Handed to `Session.average` as they are."""
-
-    rounds: int | Literal["sweep"]
-    min_participants: int
-    on_partial: Literal["accept", "skip", "raise"]
-    timeout_s: float
-    progress: Callable[[Progress], None]
-
-
-class LocalSGD(Optimizer):
+class LocalSGD(Wrapped):
     """Wraps an optimizer whose parameters the session averages. Invariant: `samples` are those
     that no average has taken in yet.
 
@@ -87,8 +77,9 @@ class LocalSGD(Optimizer):
     ) -> None:
         if on_error not in ("continue", "raise"):
             raise TrainerError(f"on_error {on_error!r}, expected 'continue' or 'raise'")
-        _check_options(options)
-        self.optimizer, self.session = optimizer, session
+        check_options(options)
+        super().__init__(optimizer)
+        self.session = session
         self.steps = 0
         self.samples = 0
         self.missed = 0
@@ -211,13 +202,7 @@ class LocalSGD(Optimizer):
         if self._on_result is not None:
             self._on_result(result)
 
-    # -- the wrapped optimizer's face -------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
+    # -- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, and under "local_sgd" our counters and the session's version
@@ -245,30 +230,6 @@ class LocalSGD(Optimizer):
         self.steps = int(mine.get("steps", 0))
         self.samples = int(mine.get("samples", 0))
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
-
     def __repr__(self) -> str:
         return f"LocalSGD({self.optimizer!r}, run={self.session.run!r}, {self._schedule})"
 
@@ -277,14 +238,3 @@ def session_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """What `attach(state=...)` wants, out of a checkpoint that `LocalSGD.state_dict()` made."""
     mine = state_dict.get(KEY)
     return dict(mine["session"]) if mine else None
-
-
-def _check_options(options: AverageOptions) -> None:
-    """A wrong option is an error where it was written, not eight steps later."""
-    average_request(
-        1,
-        rounds=options.get("rounds", 1),
-        min_participants=options.get("min_participants", 1),
-        on_partial=options.get("on_partial", "accept"),
-        timeout_s=options.get("timeout_s", 60.0),
-    )
