@@ -142,7 +142,7 @@ def test_no_sync_adds_up_and_a_second_backward_without_it_is_told(
 ) -> None:
     backward(model)
     once = gradients(model)
-    optimizer = made()
+    optimizer = made(bucket_bytes=1 << 20)  # both in one, so that a part can fill it in part
     optimizer.zero_grad()
     count = len(daemon.calls)
     with optimizer.no_sync():
