@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moshpitd.cli.output import console, table
 from moshpitd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moshpitd.cli.demo_processes import Children, Node
 
 RATIO_BAR, IN_FLIGHT_BAR, PARAMETERS_BAR = 1.05, 0.9, 10_000_000
 START_S, MEASURE_S, POLL_S = 120.0, 900.0, 0.1
@@ -36,6 +38,9 @@ def overlap(
     ] = None,
 ) -> None:
     """Step time with overlap=True against no averaging at all."""
+    from moshpitd.cli.bench_figures import check_writable, write_json
+
+    check_writable(json_file)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError(f"this process may use {len(cores)} core", expected="two or more")
@@ -45,63 +50,52 @@ def overlap(
     report = _report(_measured(peers, cores[0], cores[1], trainer), peers=peers)
     report["load"] = {"before": list(before), "after": list(os.getloadavg())}
     _show(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(json_file, report)
     raise typer.Exit(0 if report["passed"] else 1)
 
 
 def _measured(peers: int, mine: int, others: int, trainer: list[str]) -> dict[str, Any]:
     """Start everything, wait for the measured trainer, end everything."""
-    from moshpitd.cli.demo_processes import Children, DemoFailed, tail
+    from moshpitd.cli.bench_processes import processes
+    from moshpitd.cli.demo_processes import DemoFailed
 
-    folder = Path(tempfile.mkdtemp(prefix="moshpitd-"))
-    children = Children(folder)
-    try:
+    with processes() as (children, folder):
         nodes = _daemons(children, folder, peers, others)
         for node in nodes[1:]:
             where = ["--socket", str(node.socket), "--core", str(others)]
             own = ["-m", TRAINER, "partner", "--parent", str(os.getpid())]
-            children.start(
-                f"the partner of {node.name}",
-                [*own, *where, *trainer],
-                node.folder / "partner.log",
-            )
-        told = folder / "measured.json"
+            log = node.folder / "partner.log"
+            children.start(f"the partner of {node.name}", [*own, *where, *trainer], log)
+        told, log = folder / "measured.json", folder / "trainer.log"
         where = ["--socket", str(nodes[0].socket), "--core", str(mine), "--json", str(told)]
-        child = children.start(
-            "the trainer", ["-m", TRAINER, "measure", *where, *trainer], folder / "trainer.log"
-        )
+        child = children.start("the trainer", ["-m", TRAINER, "measure", *where, *trainer], log)
         _until(children, lambda: child.code is not None, MEASURE_S, "the trainer")
+        if not told.exists():
+            raise DemoFailed("the trainer told nothing", (log,))
         result: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
         return result
-    except DemoFailed as failure:
-        for log in failure.logs:
-            console().print(f"--- {log.name}", *tail(log), sep="\n", markup=False)
-        raise
-    finally:
-        children.kill_all()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _daemons(children: Any, folder: Path, peers: int, core: int) -> list[Any]:
+def _daemons(children: Children, folder: Path, peers: int, core: int) -> list[Node]:
+    from moshpitd.cli.bench_processes import address_of, memory_folder
     from moshpitd.cli.demo_processes import Node, free_ports
     from moshpitd.cli.demo_story import Story
 
-    ports = free_ports(2 * peers)
-    nodes: list[Any] = []
-    bootstrap: list[str] = []
+    ports, memory = free_ports(2 * peers), memory_folder(children)
+    nodes: list[Node] = []
     for index in range(peers):
         own = (ports[2 * index], ports[2 * index + 1])
         node = Node(index, folder / f"peer-{index}", folder / f"{index}.sock", own, Story(0))
-        node.write_config(bootstrap=bootstrap, max_group=16)
+        more = {"node.buffers_dir": str(memory / str(index))} if memory else {}
+        bootstrap = [address_of(nodes[0])] if nodes else []
+        node.write_config(bootstrap=bootstrap, max_group=16, more=more)
         node.start_daemon(children)
         assert node.daemon is not None
         # Before it starts a thread or a process: they inherit it.
         os.sched_setaffinity(node.daemon.process.pid, {core})
         nodes.append(node)
-        if not bootstrap:
-            _until(children, lambda: bool(_address(nodes[0])), START_S, "the first daemon")
-            bootstrap = [_address(nodes[0])]
+        if index == 0:
+            _until(children, lambda: address_of(nodes[0]) != "", START_S, "the first daemon")
 
     def joined() -> bool:
         found = [node.status() for node in nodes[1:]]
@@ -113,12 +107,7 @@ def _daemons(children: Any, folder: Path, peers: int, core: int) -> list[Any]:
     return nodes
 
 
-def _address(node: Any) -> str:
-    status = node.status()
-    return str(status.addresses[0]) if status is not None and status.addresses else ""
-
-
-def _until(children: Any, true: Any, timeout_s: float, what: str) -> None:
+def _until(children: Children, true: Callable[[], bool], timeout_s: float, what: str) -> None:
     from moshpitd.cli.demo_processes import DemoFailed
 
     until = time.monotonic() + timeout_s
