@@ -14,6 +14,7 @@ from moshpitd.cli import (
     bench_death,
     bench_freeze,
     bench_latency,
+    bench_overlap,
 )
 
 app = typer.Typer(
@@ -25,3 +26,4 @@ app.command("latency")(bench_latency.latency)
 app.command("death")(bench_death.death)
 app.command("freeze")(bench_freeze.freeze)
 app.command("churn")(bench_churn.churn)
+app.command("overlap")(bench_overlap.overlap)

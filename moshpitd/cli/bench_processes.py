@@ -155,7 +155,7 @@ class Swarm:
             )
             for index in range(peers)
         ]
-        self._memory = _memory_folder(children)
+        self._memory = memory_folder(children)
 
     def start(self) -> None:
         """All daemons up, joined through the first; all trainers ready, none attached. Without
@@ -298,7 +298,7 @@ def memory_of(folder: Path) -> Path:
     return MEMORY / folder.name
 
 
-def _memory_folder(children: Children) -> Path | None:
+def memory_folder(children: Children) -> Path | None:
     """A folder in memory for the buckets, as a daemon would choose it: on a disk the kernel would
     write every round back. It goes with the bench, also when that is killed."""
     if not os.access(MEMORY, os.W_OK):

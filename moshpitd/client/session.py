@@ -1,5 +1,5 @@
-"""A trainer's connection to its daemon. One rule: the model is written to inside `sync()` and
-`average()`, in the thread that called them, and nowhere else.
+"""A trainer's connection to its daemon. One rule: the model is written to inside `sync()`,
+`average()` and a flight's `land()`, in the thread that called them, and nowhere else.
 
     session = attach(run="digits", model=model)
     optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), session, every=8)
@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 from moshpitd.client.buckets import Bucket
 from moshpitd.client.checks import average_request, check_timeout, check_version
-from moshpitd.client.keeper import Attachment, Keeper
-from moshpitd.client.result import PartialAverage, Progress, Result, progress_of, result_of
+from moshpitd.client.flight import Flight, Plan, bring_in
+from moshpitd.client.keeper import DETACH_TIMEOUT_S, Attachment, Keeper
+from moshpitd.client.kept import Kept
+from moshpitd.client.result import PartialAverage, Progress, Result
+from moshpitd.client.rounds import Begin, Stream, Telling, follow
 from moshpitd.client.sources import Source, source_of
-from moshpitd.errors import DaemonUnavailable, TrainerError
-from moshpitd.rpc.calls import Calls, EventStream
+from moshpitd.errors import DaemonUnavailable
+from moshpitd.rpc.calls import Calls
 from moshpitd.rpc.channel import default_socket
 from moshpitd.rpc.status import DaemonDraining, refusal
 from moshpitd.rpc.stubs import API, messages
@@ -78,7 +81,8 @@ def attach(
 
 
 class Session:
-    """Made by `attach`. Invariant: one round at a time; a second thread waits for its turn."""
+    """Made by `attach`. Invariant: one round at a time; a second thread waits for its turn, and
+    whoever asks for the next round lands the one in flight first."""
 
     def __init__(
         self,
@@ -102,6 +106,9 @@ class Session:
         self._calls = Calls(default_socket() if socket is None else socket)
         self._keeper = Keeper(self._calls, self._attach, run)
         self._turn = threading.Lock()
+        self._flight: Flight | None = None  # begun and not landed
+        self._ahead: _Lineage | None = None  # of a result that arrived and is not landed
+        self._kept: Kept | None = None  # made by the first flight that needs it
         self._attached: Attachment | None = None  # the last one, also when it is lost
         self.synced: Result | None = None
         """What the sync at attach found: `synced.loaded_snapshot` tells a newcomer from a
@@ -134,6 +141,11 @@ class Session:
     def version(self) -> int:
         """How many averages the parameters contain."""
         return self._lineage.version
+
+    @property
+    def socket(self) -> str:
+        """The path of the daemon's socket."""
+        return self._calls.socket
 
     @property
     def peer_id(self) -> str:
@@ -180,14 +192,67 @@ class Session:
             timeout_s=timeout_s,
         )
 
-        def begin(trainer: str, generation: int) -> EventStream[messages.RoundEvent]:
-            request.trainer, request.generation = trainer, generation
-            return self._calls.average(request, timeout_s + GRACE_S)
-
-        result = self._round(begin, progress)
+        result = self._round(self._asking(request), progress)
         if on_partial == "raise" and not result.accepted:
             raise PartialAverage(result)
         return result
+
+    def begin(
+        self,
+        weight: float | SupportsIndex = 1,
+        *,
+        rounds: int | Literal["sweep"] = 1,
+        min_participants: int = 1,
+        on_partial: Literal["accept", "skip", "raise"] = "accept",
+        timeout_s: float = 60.0,
+        progress: Callable[[Progress], None] | None = None,
+        overlap: bool = True,
+        snapshots: bool = True,
+    ) -> Flight:
+        """Begin an average and go on; `land()` on what is returned brings its result in.
+
+        Options and errors as in `average`; those of the round itself are raised by `land`, and
+        `progress` is called in another thread. The contribution is taken now. With `overlap` the
+        tensors may change until `land`, which adds `average - contribution` to them; it costs a
+        copy of all tensors in memory. Without, they must not change: the average replaces them.
+        `snapshots=False` is for values that mean something in this round only, such as gradients:
+        what a catch-up loads never reaches them. Lands a round that is still in flight first.
+        """
+        request = average_request(
+            weight,
+            rounds=rounds,
+            min_participants=min_participants,
+            on_partial=on_partial,
+            timeout_s=timeout_s,
+        )
+        with self._turn:
+            self._settle()
+            attachment = self._ready()
+            tensors = self._tensors()
+            bucket = attachment.bucket
+            kept = self._keep(bucket.layout, tensors) if overlap else None
+            flight = self._flight = Flight(
+                Plan(
+                    trainer=attachment.trainer,
+                    bucket=bucket,
+                    begin=self._asking(request),
+                    telling=Telling(self._keeper, attachment),
+                    progress=progress,
+                    arrived=self._arrived,
+                    land=self._land,
+                    raise_partial=on_partial == "raise",
+                    snapshots=snapshots,
+                    kept=kept,
+                    generation=0 if overlap else bucket.fill(tensors),
+                )
+            )
+            flight.start()
+            return flight
+
+    def give_up(self) -> None:
+        """Forget the round in flight, if any: its result would belong to other parameters."""
+        with self._turn:
+            self._give_up()
 
     def sync(
         self, timeout_s: float = 30.0, progress: Callable[[Progress], None] | None = None
@@ -198,7 +263,7 @@ class Session:
         """
         request = messages.SyncRequest(timeout_s=check_timeout(timeout_s))
 
-        def begin(trainer: str, generation: int) -> EventStream[messages.RoundEvent]:
+        def begin(trainer: str, generation: int) -> Stream:
             request.trainer, request.generation = trainer, generation
             return self._calls.sync(request, timeout_s + GRACE_S)
 
@@ -213,14 +278,14 @@ class Session:
                 f"{len(state)} bytes of state, expected at most {MAX_STATE_BYTES}",
             )
         attachment = self._keeper.current()
-        with self._telling(attachment):
+        with Telling(self._keeper, attachment):
             self._calls.put_state(attachment.trainer, state, check_timeout(timeout_s))
 
     def get_state(self, timeout_s: float = 30.0) -> bytes:
         """The bytes that came with the loaded parameters (or were put last); empty when there are
         none."""
         attachment = self._keeper.current()
-        with self._telling(attachment):
+        with Telling(self._keeper, attachment):
             return self._calls.get_state(attachment.trainer, check_timeout(timeout_s))
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -240,7 +305,7 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The model now holds the checkpoint that `state` came with. Attaches anew, because the
-        daemon must know.
+        daemon must know. A round in flight is about other parameters and is given up.
 
         Simpler: `attach(..., state=...)`, which says so from the start.
         """
@@ -248,6 +313,7 @@ class Session:
             theirs = state.get("run")
             raise refusal("run_differs", f"a checkpoint of run {theirs!r}, not {self.run!r}")
         with self._turn:
+            self._give_up()
             self._lineage = _Lineage(
                 check_version(state.get("version", 0)),
                 str(state.get("founder", "")),
@@ -261,8 +327,14 @@ class Session:
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Detach. Safe to call twice, and at exit."""
+        """Detach. Safe to call twice, and at exit. A round in flight is given up; one whose result
+        is here already can still be landed."""
+        flight = self._flight
+        if flight is not None and not flight.done:
+            flight.cancel()
         self._keeper.close()
+        if flight is not None and not flight.done:
+            flight.end(DETACH_TIMEOUT_S)
         atexit.unregister(self.close)
 
     def __enter__(self) -> Session:
@@ -278,42 +350,89 @@ class Session:
 
     # -- below ------------------------------------------------------------------------------------
 
-    def _round(
-        self,
-        begin: Callable[[str, int], EventStream[messages.RoundEvent]],
-        progress: Callable[[Progress], None] | None,
-    ) -> Result:
+    def _round(self, begin: Begin, progress: Callable[[Progress], None] | None) -> Result:
         with self._turn:
-            attachment = self._keeper.current()
-            if self._keeper.draining:
-                raise DaemonDraining(f"{self.run}: the daemon is leaving, train on locally")
+            self._settle()
+            attachment = self._ready()
             tensors = self._tensors()
-            with self._telling(attachment):
+            with Telling(self._keeper, attachment):
                 generation = attachment.bucket.fill(tensors)
-                result = _result(begin(attachment.trainer, generation), progress)
-            self._take(result, attachment.bucket, tensors)
+                result = follow(begin(attachment.trainer, generation), progress)
+            if result.applied:
+                bring_in(result, attachment.bucket, tensors)
+            self._lineage = self._after(result)
             return result
 
-    def _take(self, result: Result, bucket: Bucket, tensors: list[Tensor]) -> None:
-        """Bring a result into the model; only then does the version count it."""
-        if result.applied:
-            if result.delta:
-                bucket.add_to(tensors)
-            else:
-                # A loaded snapshot fills every part, whatever the round after it came to.
-                bucket.copy_to(
-                    tensors, skip=() if result.loaded_snapshot else result.parts_without_result
-                )
+    def _asking(self, request: messages.AverageRequest) -> Begin:
+        def begin(trainer: str, generation: int) -> Stream:
+            request.trainer, request.generation = trainer, generation
+            return self._calls.average(request, request.timeout_s + GRACE_S)
+
+        return begin
+
+    def _ready(self) -> Attachment:
+        attachment = self._keeper.current()
+        if self._keeper.draining:
+            raise DaemonDraining(f"{self.run}: the daemon is leaving, train on locally")
+        return attachment
+
+    def _keep(self, layout: Layout, tensors: list[Tensor]) -> Kept:
+        """The contribution in a buffer of our own. Only one flight has it at a time."""
+        if self._kept is None or self._kept.layout != layout:
+            self._kept = Kept(layout, pinned=any(tensor.is_cuda for tensor in tensors))
+        self._kept.take(tensors)
+        return self._kept
+
+    def _arrived(self, flight: Flight, result: Result) -> None:
+        """In the flight's thread. The model gets the result when it is landed, but a daemon that we
+        attach to in between will next see a model that has it."""
+        if self._flight is flight:
+            self._ahead = self._after(result)
+
+    def _land(self, flight: Flight) -> None:
+        with self._turn:
+            if self._flight is flight:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Bring in the round in flight, if any. What became of it is told by its `land`."""
+        flight = self._flight
+        if flight is None:
+            return
+        flight.wait()  # before it is taken off: Ctrl-C here loses nothing
+        self._flight = None
+        try:
+            if flight.result is not None:
+                flight.bring_in(self._tensors())
+                self._lineage = self._after(flight.result)
+        except BaseException as error:
+            flight.result, flight.error = None, error
+        finally:
+            self._ahead = None
+
+    def _give_up(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        flight.end(self._timeout_s)
+        flight.result = None
+        flight.error = DaemonUnavailable("the round was given up: other parameters were loaded")
+        # A thread that did not end in time still has the buffer; it keeps it.
+        self._ahead = self._kept = None
+
+    def _after(self, result: Result) -> _Lineage:
+        """Version and lineage of a model that has taken this result in."""
         # A sync that loaded nothing found the trainer current: that is an answer about it as well.
         current = result.status == "complete" and result.rounds == 0
-        if result.applied or result.status == "alone" or current:
-            old = self._lineage
-            named = result.founder != ""  # a daemon that knows of no lineage takes none away
-            self._lineage = _Lineage(
-                version=result.version,
-                founder=result.founder if named else old.founder,
-                digest=result.founder_digest if named else old.digest,
-            )
+        if not (result.applied or result.status == "alone" or current):
+            return self._lineage
+        old = self._lineage
+        named = result.founder != ""  # a daemon that knows of no lineage takes none away
+        return _Lineage(
+            version=result.version,
+            founder=result.founder if named else old.founder,
+            digest=result.founder_digest if named else old.digest,
+        )
 
     def _tensors(self) -> list[Tensor]:
         """The tensors of now, in the order of the specs that the daemon knows."""
@@ -324,12 +443,9 @@ class Session:
             raise refusal("schema_changed", f"the tensors changed since attach: {difference}")
         return list(named.values())
 
-    def _telling(self, attachment: Attachment) -> _Telling:
-        return _Telling(self._keeper, attachment)
-
     def _attach(self) -> Attachment:
         """One attempt, in whichever thread the keeper runs it. Reads no tensor."""
-        lineage = self._lineage
+        lineage = self._ahead or self._lineage
         request = messages.AttachRequest(
             run=self.run,
             tensors=[_tensor_message(spec) for spec in self._specs],
@@ -356,46 +472,5 @@ class Session:
         return attachment
 
 
-class _Telling:
-    """Tells the keeper when a call shows that the attachment is dead, and turns that into
-    DaemonUnavailable."""
-
-    def __init__(self, keeper: Keeper, attachment: Attachment) -> None:
-        self._keeper, self._attachment = keeper, attachment
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, DaemonUnavailable) and not isinstance(error, DaemonDraining):
-            self._keeper.lost(self._attachment, error)
-        elif isinstance(error, TrainerError) and error.reason == "unknown_trainer":
-            # The daemon was restarted between two calls, faster than the keeper noticed.
-            why = DaemonUnavailable(f"the daemon was restarted: {error}")
-            self._keeper.lost(self._attachment, why)
-            raise why from error
-
-
 def _tensor_message(spec: TensorSpec) -> messages.Tensor:
     return messages.Tensor(name=spec.name, shape=spec.shape, dtype=spec.dtype)
-
-
-def _result(
-    stream: EventStream[messages.RoundEvent], progress: Callable[[Progress], None] | None
-) -> Result:
-    """Run the stream to its result. Ctrl-C and an error in the hook end the call at the daemon,
-    too."""
-    try:
-        for event in stream:
-            if event.HasField("result"):
-                return result_of(event.result)
-            if progress is not None and event.HasField("progress"):
-                progress(progress_of(event.progress))
-    finally:
-        stream.cancel()
-    raise DaemonUnavailable("the daemon ended the round without a result")

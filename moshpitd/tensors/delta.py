@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moshpitd.tensors.slices import SLICE_BYTES, scratch, slice_bounds
+from moshpitd.tensors.slices import QUIET_ELEMENTS, SLICE_BYTES, scratch, slice_bounds
 
 
 def mean_delta(out: Tensor, *, result: Tensor, contribution: Tensor, onto: bool) -> None:
@@ -36,3 +36,25 @@ def max_delta(out: Tensor, *, result: Tensor, own: Tensor) -> None:
         torch.logical_not(own, out=out).logical_and_(result)
     else:
         torch.maximum(own, result, out=out).sub_(own)
+
+
+def delta_in_place(own: Tensor, *, result: Tensor | None, rule: str) -> None:
+    """own <- what turns own into the result when added; zeros where there is none (`result` None).
+
+    For the trainer's side of an overlapped round: 1-D tensors, one dtype, `rule` as in the layout.
+    Half types are subtracted in float32 and rounded once, which is what torch does.
+    """
+    for start, stop in slice_bounds(own.numel(), step=QUIET_ELEMENTS):
+        mine = own[start:stop]
+        if result is None:
+            mine.zero_()
+        elif rule == "mean":
+            torch.sub(result[start:stop], mine, out=mine)
+        else:
+            mine.copy_(_to_maximum(mine, result[start:stop]))
+
+
+def _to_maximum(own: Tensor, result: Tensor) -> Tensor:
+    out = torch.empty_like(own)
+    max_delta(out, result=result, own=own)
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moshpitd.client.optim.gradient_averaging import GradientAveraging
 from moshpitd.client.optim.local_sgd import LocalSGD, session_state
 
-__all__ = ["LocalSGD", "session_state"]
+__all__ = ["GradientAveraging", "LocalSGD", "session_state"]

@@ -1,5 +1,6 @@
 """When a trainer averages. One rule: a schedule is told the time and the steps, it never looks at
-a clock.
+a clock. It is asked only when a round could begin now; what came due while one was in flight is
+due still.
 
 Steps are counted from the first one for ever: an average that failed does not shift the next. Time
 cannot work like that. No two peers share a clock, and two trainers with fixed phases further apart
@@ -25,18 +26,30 @@ class Schedule(Protocol):
         """An attempt ended; `together`: with other peers."""
         ...
 
+    def resumed(self) -> None:
+        """A checkpoint was loaded: the steps go on from another number."""
+        ...
+
 
 @dataclass(slots=True)
 class EverySteps:
-    """After every H-th step."""
+    """After every H-th step, or at the first one after it at which a round can begin."""
 
     every: int
+    _turn: int | None = None  # multiples of `every` that were answered with "due"
 
     def due(self, *, steps: int, now: float) -> bool:
-        return steps % self.every == 0
+        turn = steps // self.every
+        if self._turn is None:  # a loaded checkpoint begins in the middle of a turn
+            self._turn = (steps - 1) // self.every
+        due, self._turn = turn != self._turn, turn
+        return due
 
     def averaged(self, *, now: float, together: bool) -> None:
         return
+
+    def resumed(self) -> None:
+        self._turn = None
 
 
 @dataclass(slots=True)
@@ -58,6 +71,9 @@ class EverySeconds:
 
     def averaged(self, *, now: float, together: bool) -> None:
         self._next = now + self.every_s * (1.0 if together else self.rng.uniform(0.5, 1.0))
+
+    def resumed(self) -> None:
+        return
 
 
 def schedule_of(every: object, every_s: object) -> Schedule:
