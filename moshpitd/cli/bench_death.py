@@ -103,6 +103,9 @@ def perform(
             victims.start(undisturbed)
             for number, moment in enumerate(plan_moments(trials, random.Random(seed)), 1):
                 trial = victims.trial(number, moment, kill=kill, fate=fate)
+                if trial is None:
+                    say(f"trial {number} of {trials}: the round was over before the victim was hit")
+                    continue
                 done.append(trial)
                 say(line_of(trial, of=trials))
         finally:
@@ -119,6 +122,7 @@ def perform(
         "undisturbed_median_s": usual,
         "undisturbed_s": victims.undisturbed,
         "median_s": median_s(done),
+        "missed": trials - len(done),
         "counts": counts(done),
         "trials": [asdict(one) for one in done],
         "bars": [one.as_dict() for one in bars],

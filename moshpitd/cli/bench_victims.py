@@ -43,10 +43,11 @@ WATCHFUL = -10  # nice value, where one may have it
 
 @dataclass(slots=True)
 class Strike:
-    """A victim and when it was hit; `moved` is None until it was."""
+    """A victim and when it was hit; `moved` is None until it was. `moment` None: together with the
+    first one."""
 
     victim: int
-    moment: Moment
+    moment: Moment | None
     moved: Moved | None = None
 
 
@@ -95,32 +96,29 @@ class Victims:
             for node in self.swarm.nodes
         ]
 
-    def trial(self, number: int, moment: Moment, *, kill: int, fate: Fate) -> Trial:
-        """One trial, with a moment drawn anew while the old one was missed."""
+    def trial(self, number: int, moment: Moment, *, kill: int, fate: Fate) -> Trial | None:
+        """One trial, with a moment drawn anew while the old one was missed. None when it was missed
+        every time: tiny rounds are over before a signal arrives."""
         for redrawn in range(self._redraws + 1):
             victims = self._rng.sample(range(len(self.swarm.nodes)), kill)
-            strikes = [Strike(victims[0], moment)]
-            for victim in victims[1:]:
-                # Half of the time all at once, else each at a moment of its own.
-                at_once = self._rng.random() < 0.5
-                own = moment if at_once else draw_moment("anywhere", self._rng)
-                strikes.append(Strike(victim, own))
+            # Half of the time all at once, else each at a moment of its own, which the round's end
+            # may forestall.
+            at_once = redrawn > 0 or self._rng.random() < 0.5
+            others = [None if at_once else draw_moment("anywhere", self._rng) for _ in victims[1:]]
+            strikes = [
+                Strike(who, when) for who, when in zip(victims, [moment, *others], strict=True)
+            ]
             trial = self._try(number, strikes, fate)
             if trial is not None:
                 trial.redrawn = redrawn
-                first = strikes[0]
                 if redrawn == self._redraws or hit(
-                    first.moment,
+                    moment,
                     fraction=trial.killed_at_byte_fraction,
                     after_first_result=trial.after_first_result,
                 ):
                     return trial
             moment = draw_moment(moment.place, self._rng)
-        missed = self._redraws + 1
-        raise DemoFailed(
-            f"trial {number}: {missed} times the round was over before its victim was hit",
-            self.swarm.logs(),
-        )
+        return None
 
     def settle(self) -> float:
         """Rounds until everybody is in one; the seconds that took."""
@@ -191,6 +189,10 @@ class Victims:
             for strike in strikes:
                 if strike.moved is not None:
                     continue
+                if strike.moment is None:
+                    if strikes[0].moved is not None:
+                        self._hit(strike, base[strike.victim], fate)
+                    continue
                 moved = now[strike.victim] - base[strike.victim]
                 left = self._courses[strike.victim].wait(strike.moment, moved)
                 nearest = min(nearest, left)
@@ -232,10 +234,12 @@ class Victims:
             if place == 0:
                 after = strike.moved.sent > course.result_left
         victims = [strike.victim for strike in strikes]
+        first = strikes[0].moment
+        assert first is not None
         trial = Trial(
             trial=number,
             victims=victims,
-            place=strikes[0].moment.place,
+            place=first.place,
             killed_at_byte_fraction=fractions[0],
             fractions=fractions,
             third=third_of(fractions[0]),
