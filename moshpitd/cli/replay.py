@@ -17,8 +17,7 @@ from moshpitd.cli.output import console, print_json, table, text
 from moshpitd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moshpitd.core.effects import Note
-    from moshpitd.daemon.flight import Logs, RoundLog
+    from moshpitd.daemon.flight import Line, Logs, RoundLog
 
 LAST = "last"
 SHORT = 8  # characters of a group that tell it from all others, and of a PeerID's end
@@ -78,8 +77,9 @@ def replay(
     _draw_clocks(logs)
 
 
-def say(note: Note) -> str:
+def say(line: Line) -> str:
     """Any note in words, also one that is newer than this command."""
+    note = line.note
     words = note.what.replace("_", " ")
     if note.peer:
         words += f" {_short(note.peer)}"
@@ -140,7 +140,7 @@ def _draw(told: RoundLog) -> None:
         columns = ("at s #", "excluded", "by", "reason", "why")
         out.print(table("\nleft out", columns, rows))
     rows = [
-        (f"{line.at - told.began:.3f}", _short(line.peer_id), line.entry.run, say(line.note))
+        (f"{line.at - told.began:.3f}", _short(line.peer_id), line.entry.run, say(line))
         for line in told.lines
     ]
     out.print(table("\ntimeline", ("at s #", "by", "run", "what"), rows))

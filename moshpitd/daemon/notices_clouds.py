@@ -32,7 +32,9 @@ MAX_ANSWER_BYTES: Final = 1 << 18  # a list of events of a scale set of 1000 mac
 
 TOKEN_S: Final = 21_600  # the longest that AWS gives; a token costs a request, and an old one a 401
 AWS_POLL_S: Final = 5.0  # what AWS recommends; costs 5 of 120 s
-GCP_WAIT_S: Final = 60  # the server answers when the value changes; this only renews the question
+GCP_WAIT_S: Final = 5
+"""The server answers when the value changes; this renews the question, because one that hangs must
+not cost more of the 30 s than that."""
 GCP_POLL_S: Final = 1.0  # between two questions, for a server that does not wait
 AZURE_POLL_S: Final = 1.0  # what Azure recommends; a preemption is told 30 s before
 AZURE_FIRST_S: Final = 120.0  # the first question turns the service on, which takes that long

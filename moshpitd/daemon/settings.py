@@ -188,8 +188,8 @@ class FlightSection(_Section):
     """The flight recorder: what happened, in data_dir/flight, for `moshpitd replay`."""
 
     file_bytes: int = Field(default=8 << 20, ge=1 << 16, le=1 << 30)
-    """Size of one file. A round leaves about 1.5 kB: 8 MiB are an hour of rounds without a pause,
-    or four days of one a minute."""
+    """Size of one file. A healthy round leaves 0.7 kB (2 peers) to 1 kB (8 peers), so 8 MiB hold
+    8,000 rounds: six days of one a minute."""
     files: int = Field(default=8, ge=0, le=10_000)
     """Files that are kept; with the default size 64 MiB in all. 0: nothing is recorded."""
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from moshpitd.cli.main import app
 from moshpitd.cli.replay import say
 from moshpitd.core.effects import NOTES, Note
-from moshpitd.daemon.flight import Life, Logs
+from moshpitd.daemon.flight import Life, Line, Logs
 from moshpitd.daemon.recorder import Entry, Recorder
 
 MEMBERS = ["12D3KooWaaaaaaaa", "12D3KooWbbbbbbbb", "12D3KooWcccccccc"]
@@ -279,6 +279,7 @@ def test_a_torn_file_is_counted_and_the_rest_is_told(tmp_path: Path) -> None:
 
 def test_every_note_has_words() -> None:
     for what in (*NOTES, "something_new"):
-        words = say(Note(what, A, "silent", "a sentence", {"part": 3, "seconds": {"x": 0.5}}))
+        note = Note(what, A, "silent", "a sentence", {"part": 3, "seconds": {"x": 0.5}})
+        words = say(Line(0.0, Life(B, "life", "0.1", 0.0), Entry(0.0, 0.0, "digits", "", note)))
         assert what.replace("_", " ") in words
         assert "part=3 seconds={x: 0.500}" in words
