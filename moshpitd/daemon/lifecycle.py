@@ -70,6 +70,7 @@ async def serve(node: Runnable, *, drain_budget_s: float) -> int:
                 return EXIT_OK
             if await _unless(signals.first, node.wait()):
                 return EXIT_OK
+            log_event(log, logging.INFO, "asked to leave", signal=signals.name)
             drained = _within(node.drain(drain_budget_s, signals.name), drain_budget_s)
             if not await _unless(signals.second, drained):
                 log_event(log, logging.WARNING, "second signal: stopping without a drain")

@@ -226,7 +226,7 @@ def test_a_disk_that_stands_still_costs_bounded_memory_and_no_time(
     for number in range(1000):
         own.record("digits", Note("peer_heard", f"Q{number}"))
     assert own._waiting_bytes <= 10_000
-    assert own.dropped > 800
+    assert own.dropped > 700  # the thread may have taken a second batch of the same size
     moves.set()
     own.close()
     entries = recorded(tmp_path)
