@@ -266,7 +266,7 @@ class RunStatus(_message.Message):
     def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("peer_id", "version", "uptime_s", "joined", "draining", "swarm_peers", "addresses", "join", "bootstrap", "runs", "warnings", "link_address", "bytes_sent", "bytes_received")
+    __slots__ = ("peer_id", "version", "uptime_s", "joined", "draining", "swarm_peers", "addresses", "join", "bootstrap", "runs", "warnings", "link_address", "bytes_sent", "bytes_received", "drain_left_s", "drain_reason")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +281,8 @@ class StatusReply(_message.Message):
     LINK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_REASON_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     version: str
     uptime_s: float
@@ -295,7 +297,9 @@ class StatusReply(_message.Message):
     link_address: str
     bytes_sent: int
     bytes_received: int
-    def __init__(self, peer_id: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., joined: bool = ..., draining: bool = ..., swarm_peers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., join: _Optional[str] = ..., bootstrap: _Optional[_Iterable[_Union[Bootstrap, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., link_address: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
+    drain_left_s: float
+    drain_reason: str
+    def __init__(self, peer_id: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., joined: bool = ..., draining: bool = ..., swarm_peers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., join: _Optional[str] = ..., bootstrap: _Optional[_Iterable[_Union[Bootstrap, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., link_address: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., drain_left_s: _Optional[float] = ..., drain_reason: _Optional[str] = ...) -> None: ...
 
 class PeersRequest(_message.Message):
     __slots__ = ("run",)

@@ -37,12 +37,13 @@ def drain(
         if not wait:
             return
         until = time.monotonic() + budget + STOP_S
-        with err.status(f"draining, at most {budget:.0f} s ..."):
+        with err.status(f"draining, at most {budget:.0f} s ...") as shown:
             while time.monotonic() < until:
                 try:
-                    calls.status(timeout_s=2.0)
+                    left_s = calls.status(timeout_s=2.0).drain_left_s
                 except DaemonUnavailable:
                     return
+                shown.update(f"draining, at most {left_s:.0f} s ...")
                 time.sleep(POLL_S)
     err.print(f"moshpitd: the daemon still answers {STOP_S:.0f} s after its budget")
     raise typer.Exit(1)

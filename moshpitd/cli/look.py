@@ -127,7 +127,7 @@ def _print(drawn: object, rows: Sequence[object], *, empty: str) -> None:
 
 def _state(reply: messages.StatusReply) -> tuple[str, str]:
     if reply.draining:
-        return "draining", "yellow"
+        return f"draining, at most {reply.drain_left_s:.0f} s ({reply.drain_reason})", "yellow"
     return ("joined", "green") if reply.joined else ("not in the swarm yet", "red")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from moshpitd.cli import bench, demo, leave, look, run, sim, version
+from moshpitd.cli import bench, demo, leave, look, replay, run, sim, version
 from moshpitd.errors import ConfigError, InternalError, MoshpitError
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERNAL = 1, 2, 70
@@ -49,6 +49,7 @@ app.command("status")(look.status)
 app.command("peers")(look.peers)
 app.command("rounds")(look.rounds)
 app.command("drain")(leave.drain)
+app.command("replay")(replay.replay)
 app.command("version")(version.show_version)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app)

@@ -96,7 +96,8 @@ class Calls:
                 self.state.effects.append(Send(entry.record.peer_id, Goodbye(reason)))
         self.state.presence.vanish()
         self.state.presence.update(has_snapshot=False)
-        self.conductor.abandon(Reason.TRAINER_GONE if reason is Reason.NO_TRAINER else reason, now)
+        gone = reason is Reason.NO_TRAINER
+        self.conductor.abandon(Reason.TRAINER_GONE if gone else Reason.DRAINING, now)
 
     def on_contributed(self, event: ev.Contributed, now: float) -> None:
         refusal = self._refusal_of(event)
@@ -176,9 +177,9 @@ class Calls:
             self.conductor.abandon(Reason.WITHDRAWN, now)
             self.queue = [*late, *self.queue]
 
-    def on_drained(self, now: float) -> None:
+    def on_drained(self, now: float, *, preempted: bool) -> None:
         self.state.draining = True
-        self._leave(Reason.DRAINING, now)
+        self._leave(Reason.PREEMPTED if preempted else Reason.DRAINING, now)
         queue, self.queue = self.queue, []
         for call in queue:
             self._fail(call, Reason.DRAINING)

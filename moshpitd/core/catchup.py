@@ -157,8 +157,10 @@ class CatchUp:
             self._next_donor(reason, now)
 
     def lost(self, peer_id: str, reason: Reason, now: float) -> None:
-        """The peer cannot be reached."""
+        """The peer cannot be reached, or said goodbye."""
         self.heard(peer_id, now)
+        if reason in (Reason.DRAINING, Reason.PREEMPTED) and self.step is Step.FETCHING:
+            return  # a donor that leaves finishes what it promised, and may be the only one
         if peer_id == self.donor and self.step in (Step.REQUESTED, Step.FETCHING):
             self._next_donor(reason, now)
         elif self.step is Step.CONFIRMING and self.witnesses and peer_id == self.witnesses[0]:

@@ -260,7 +260,9 @@ class Addressed:
 @dataclass(frozen=True, slots=True)
 class Drained:
     """The operator or a preemption notice asked this peer to leave: finish what runs, begin nothing
-    new."""
+    new. `preempted`: its machine will be taken away."""
+
+    preempted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class Reason(StrEnum):
     NO_TRAINER = "no_trainer"
     NOT_READY = "not_ready"
     DRAINING = "draining"
+    PREEMPTED = "preempted"
     SCHEMA = "schema_differs"
     LINEAGE = "lineage_differs"
     MOVED = "moved"

@@ -142,7 +142,7 @@ class Peer:
                     down_mbps=event.down_mbps,
                 )
             case ev.Drained():
-                self.calls.on_drained(now)
+                self.calls.on_drained(now, preempted=event.preempted)
             case ev.Ticked():
                 pass
             case _:

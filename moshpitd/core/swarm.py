@@ -13,6 +13,9 @@ from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 
+GOODBYES = (Reason.NO_TRAINER, Reason.DRAINING, Reason.PREEMPTED)
+"""Why a peer leaves, in its own words."""
+
 
 @dataclass(slots=True)
 class Heard:
@@ -71,11 +74,13 @@ class Swarm:
                 entry.record = replace(entry.record, version=version)
 
     def alive(self, peer_id: str, now: float) -> None:
-        """The peer spoke (a message without a record)."""
+        """The peer spoke (a message without a record). Who said goodbye in the middle of a round
+        still says a lot until it ends; only its record takes a goodbye back."""
         entry = self.heard.get(peer_id)
         if entry is not None:
             entry.heard_at = entry.direct_at = now
-            entry.lost = None
+            if entry.lost not in GOODBYES:
+                entry.lost = None
 
     def lose(self, peer_id: str, reason: Reason) -> bool:
         """The peer is gone until it is heard again; True if it counted as alive."""

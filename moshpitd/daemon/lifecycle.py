@@ -31,14 +31,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Runnable(Protocol):
     """What `serve` needs of a node.
 
-    `wait` returns when the node has ended by itself (drained through the API) and raises what broke
-    it; `drain` returns when nothing runs any more or the budget is used up; `stop` may be called in
-    any state, also after a start that failed or was cancelled.
+    `wait` returns when the node has ended by itself (drained through the API or by a notice of the
+    cloud) and raises what broke it; `drain` returns when nothing useful is left to do or the budget
+    is used up, and joins a drain that runs already; `stop` may be called in any state, also after a
+    start that failed or was cancelled.
     """
 
     async def start(self) -> None: ...
     async def wait(self) -> None: ...
-    async def drain(self, budget_s: float) -> None: ...
+    async def drain(self, budget_s: float, why: str) -> None: ...
     async def stop(self) -> None: ...
 
 
@@ -69,8 +70,8 @@ async def serve(node: Runnable, *, drain_budget_s: float) -> int:
                 return EXIT_OK
             if await _unless(signals.first, node.wait()):
                 return EXIT_OK
-            log_event(log, logging.INFO, "draining", signal=signals.name, budget_s=drain_budget_s)
-            drained = _within(node.drain(drain_budget_s), drain_budget_s)
+            log_event(log, logging.INFO, "asked to leave", signal=signals.name)
+            drained = _within(node.drain(drain_budget_s, signals.name), drain_budget_s)
             if not await _unless(signals.second, drained):
                 log_event(log, logging.WARNING, "second signal: stopping without a drain")
             return EXIT_OK

@@ -89,6 +89,7 @@ class NodeMetrics:
         self.grid_epoch = gauge("moshpit_grid_epoch", "Epoch of the grid's shape.", "run")
         self.joined = gauge("moshpit_joined", "1 when the swarm is reached.")
         self.draining = gauge("moshpit_draining", "1 while the node leaves.")
+        self.drain_left = gauge("moshpit_drain_left_seconds", "What is left of a drain's budget.")
         self.build = gauge("moshpit_build_info", "Always 1.", "version")
         self.build.labels(version).set(1)
         ProcessCollector(registry=self.registry)
@@ -186,6 +187,9 @@ class NodeMetrics:
 
     def set_draining(self, draining: bool) -> None:
         self.draining.set(draining)
+
+    def set_drain_left(self, seconds: float) -> None:
+        self.drain_left.set(seconds)
 
     def render(self) -> bytes:
         """The text of /metrics, to be served as `CONTENT_TYPE`."""

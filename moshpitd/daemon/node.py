@@ -7,7 +7,6 @@ loop, and `stop` leaves neither a file, a thread nor a child behind, however far
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -18,7 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from moshpitd.core.effects import Effect, Note
-from moshpitd.core.events import Drained, Event
+from moshpitd.core.events import Event
 from moshpitd.core.messages import Message, Record
 from moshpitd.core.peer import Peer
 from moshpitd.daemon.addresses import join_string
@@ -29,10 +28,14 @@ from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.exchange import Exchange
 from moshpitd.daemon.history import History
 from moshpitd.daemon.http import HttpServer
+from moshpitd.daemon.leaving import Leaving
 from moshpitd.daemon.logs import log_event, log_note
 from moshpitd.daemon.metrics import NodeMetrics
 from moshpitd.daemon.network import Network
+from moshpitd.daemon.notices import Notices, budget_s
+from moshpitd.daemon.notices_clouds import Notice
 from moshpitd.daemon.readiness import readiness
+from moshpitd.daemon.recorder import FOLDER, Recorder
 from moshpitd.daemon.runs import Ground, Run
 from moshpitd.daemon.settings import Settings
 from moshpitd.daemon.trainers import checked_run_name
@@ -60,7 +63,7 @@ class Node:
         self.software = _software()
         self.metrics = NodeMetrics(self.software)
         self.runs: dict[str, Run] = {}
-        self.draining = asyncio.Event()
+        self.leaving = Leaving(lambda: self.runs.values())
         self.peer_id = ""
         self.warnings = [str(finding) for finding in settings.findings()]
         self._params = settings.averaging.params()
@@ -71,7 +74,10 @@ class Node:
         self._http: HttpServer | None = None
         self._api: ApiServer | None = None
         self._looking: asyncio.Task[None] | None = None
-        self._draining_task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._notices: Notices | None = None
+        self._recorder: Recorder | None = None
+        self._noticed = ""
         self._ended = asyncio.Event()
         self._fault: BaseException | None = None
         self._started_at = time.monotonic()
@@ -98,6 +104,15 @@ class Node:
         stale = partial(sweep, paths.buffers_dir, data_dir=paths.data_dir)
         for path in await self.in_thread(stale):
             log_event(log, logging.INFO, "removed a bucket of a dead daemon", path=path)
+        if settings.flight.files:
+            self._recorder = Recorder(
+                paths.data_dir / FOLDER,
+                peer_id=self.peer_id,
+                software=self.software,
+                file_bytes=settings.flight.file_bytes,
+                files=settings.flight.files,
+            )
+        self._record(Note("daemon_started"))
         self._exchange = Exchange(self.peer_id, self._post, timed=self.metrics.add_codec_seconds)
         self._network = Network(
             settings, identity, self._exchange, self.runs, conflict=self._conflict
@@ -115,6 +130,8 @@ class Node:
         self._api = ApiServer(self, paths.socket, drain_budget_s=settings.node.drain_budget_s)
         await self._api.start()
         self._looking = asyncio.create_task(self._look_around())
+        self._notices = Notices(settings.notices, self._heard)
+        self._notices.start()
         log_event(
             log,
             logging.INFO,
@@ -133,38 +150,59 @@ class Node:
         if self._fault is not None:
             raise self._fault
 
-    async def drain(self, budget_s: float) -> None:
-        """Take nothing new, finish what runs, say goodbye; returns by the end of the budget."""
-        deadline = asyncio.get_running_loop().time() + budget_s
-        self.draining.set()
-        self.metrics.set_draining(True)
-        runs = list(self.runs.values())
-        for run in runs:
-            run.draining = True
-            run.driver.handle(Drained())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                for run in runs:
-                    await run.finished()
-                for run in runs:
-                    await run.driver.flush(budget_s)
+    async def drain(self, budget_s: float, why: str = "") -> None:
+        """Take nothing new, finish what runs, hand over, say goodbye; returns by the end of the
+        budget, or of an earlier drain's that is shorter."""
+        self._leave(budget_s, why or "drain")
+        await self.leaving.over()
 
-    def begin_drain(self, budget_s: float) -> None:
-        """Drain in the background and end; for the API, whose caller does not wait."""
-        if self._draining_task is None:
-            self._draining_task = asyncio.create_task(self._drain_and_end(budget_s))
+    def begin_drain(self, budget_s: float, why: str = "drain", *, preempted: bool = False) -> None:
+        """Drain in the background and end; for callers that do not wait."""
+        self._leave(budget_s, why, preempted=preempted)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end_drained())
 
-    async def _drain_and_end(self, budget_s: float) -> None:
-        log_event(log, logging.INFO, "draining", budget_s=budget_s)
-        await self.drain(budget_s)
+    @property
+    def draining(self) -> asyncio.Event:
+        return self.leaving.begun
+
+    def _leave(self, budget_s: float, why: str, *, preempted: bool = False) -> None:
+        begun = self.leaving.begin(budget_s, why, preempted=preempted)
+        if begun:
+            self.metrics.set_draining(True)
+        self._record(Note("daemon_draining", reason=why, fields={"budget_s": budget_s}))
+
+    async def _end_drained(self) -> None:
+        try:
+            await self.leaving.over()
+        except Exception as error:
+            self.failed(error)
         self._ended.set()
+
+    def _heard(self, notice: Notice) -> None:
+        """The cloud says that this machine will go."""
+        left = {} if notice.left_s is None else {"left_s": notice.left_s}
+        self._record(Note("notice", reason=str(notice), fields={**left, "leave": notice.leave}))
+        log_event(log, logging.WARNING, "notice", reason=str(notice), **left)
+        if notice.leave:
+            budget = budget_s(notice.left_s, self.settings.node.drain_budget_s)
+            self.begin_drain(budget, str(notice), preempted=True)
+        else:
+            self._noticed = f"notice of {notice}"
+
+    def _record(self, note: Note, run: str = "") -> None:
+        if self._recorder is not None:
+            self._recorder.record(run, note)
 
     async def stop(self) -> None:
         """Close everything that `start` opened. Safe after a start that failed, and twice."""
-        for task in (self._looking, self._draining_task):
+        for task in (self._looking, self._ending):
             if task is not None:
                 task.cancel()
-        self._looking = self._draining_task = None
+        self._looking = self._ending = None
+        if self._notices is not None:
+            await self._notices.stop()
+        await self.leaving.stop()
         runs = list(self.runs.values())
         for run in runs:
             for trainer in list(run.trainers):
@@ -191,9 +229,13 @@ class Node:
             steps.append(asyncio.to_thread(self._exchange.close))
         if self._network is not None:
             steps.append(self._network.stop())
+        if self._recorder is not None:
+            self._record(Note("daemon_stopped"))
+            steps.append(asyncio.to_thread(self._recorder.close))
         if self._claims is not None:
             steps.append(asyncio.to_thread(self._claims.release))
         self._api = self._http = self._network = self._exchange = self._claims = None
+        self._notices = None
         return steps
 
     def failed(self, error: BaseException) -> None:
@@ -270,6 +312,7 @@ class Node:
     def noted(self, run: str, note: Note) -> None:
         self.metrics.observe(run, note)
         log_note(log, run, note)
+        self._record(note, run)
         current = self.runs.get(run)
         line = current.noted(note) if current is not None else None
         if line is not None:
@@ -310,7 +353,9 @@ class Node:
     def ready(self) -> tuple[bool, tuple[str, ...]]:
         """For /readyz: (ready, sentences)."""
         bootstrap = self._network.bootstrap() if self._network is not None else []
-        return readiness(joined=self.joined, draining=self.draining.is_set(), bootstrap=bootstrap)
+        leaving = self.leaving
+        drain = (leaving.left_s, leaving.why) if leaving.begun.is_set() else None
+        return readiness(joined=self.joined, drain=drain, bootstrap=bootstrap)
 
     def status(self) -> dict[str, Any]:
         """The fields of StatusReply."""
@@ -323,6 +368,8 @@ class Node:
             "uptime_s": time.monotonic() - self._started_at,
             "joined": self.joined,
             "draining": self.draining.is_set(),
+            "drain_left_s": self.leaving.left_s,
+            "drain_reason": self.leaving.why,
             "swarm_peers": network.swarm_peers if network is not None else 1,
             "addresses": addresses,
             "join": join_string(addresses),
@@ -331,11 +378,21 @@ class Node:
                 for address, state in (network.bootstrap() if network is not None else ())
             ],
             "runs": [run_view(run) for run in self.runs.values()],
-            "warnings": self.warnings + (network.warnings() if network is not None else []),
+            "warnings": self._all_warnings(),
             "link_address": links[0] if links else "",
             "bytes_sent": self._bytes[0],
             "bytes_received": self._bytes[1],
         }
+
+    def _all_warnings(self) -> list[str]:
+        network, notices, recorder = self._network, self._notices, self._recorder
+        warnings = [
+            self._noticed,
+            notices.trouble if notices is not None else "",
+            recorder.stopped if recorder is not None else "",
+        ]
+        others = network.warnings() if network is not None else []
+        return self.warnings + others + [warning for warning in warnings if warning]
 
     def peers(self, run: str = "") -> list[dict[str, Any]]:
         """The fields of PeerLine, of one run or of all."""
@@ -359,6 +416,7 @@ class Node:
         while True:
             await asyncio.sleep(LOOK_AROUND_S)
             self.metrics.set_joined(self.joined)
+            self.metrics.set_drain_left(self.leaving.left_s)
             self._rate_links()
             now = self._live().addressed()
             for run in self.runs.values():

@@ -11,15 +11,21 @@ BOOTSTRAP_OK = "ok"
 
 
 def readiness(
-    *, joined: bool, draining: bool, bootstrap: Iterable[tuple[str, str]]
+    *,
+    joined: bool,
+    drain: tuple[float, str] | None = None,
+    bootstrap: Iterable[tuple[str, str]],
 ) -> tuple[bool, tuple[str, ...]]:
     """(ready, sentences). `bootstrap` is each configured address with its state: ok, refused,
     timeout, wrong PeerID, waiting. An address that does not answer is named when ready, too.
+    `drain` is (seconds left, why) while the node leaves.
     """
     entries = list(bootstrap)
     silent = tuple(bootstrap_sentence(a, state) for a, state in entries if state != BOOTSTRAP_OK)
-    if draining:
-        return False, ("draining: this node finishes its rounds and leaves", *silent)
+    if drain is not None:
+        left_s, why = drain
+        left = f"within {left_s:.0f} s ({why})"
+        return False, (f"draining: this node finishes its rounds and leaves {left}", *silent)
     if joined:
         return True, silent
     if not entries:

@@ -24,11 +24,13 @@ from moshpitd.core.events import (
     Cancelled,
     Contributed,
     ContributionRefused,
+    Drained,
     Event,
     StateStored,
     Synced,
     TrainerGone,
 )
+from moshpitd.core.handover import dependants
 from moshpitd.core.outcome import Outcome
 from moshpitd.daemon.buffers import Bucket, create_bucket
 from moshpitd.daemon.driver import Driver
@@ -53,6 +55,8 @@ log = logging.getLogger(__name__)
 HOLD_WITHIN_S = 10.0
 """A trainer that attached and does not hold is gone: it died between the two calls."""
 PROGRESS_S = 0.1
+FLUSH_S = 5.0
+"""How long the goodbyes of a drain may take: a peer that takes none for so long is gone itself."""
 
 
 class Store(Protocol):
@@ -96,6 +100,8 @@ class Run:
         self._attaching = asyncio.Lock()
         self._introducing = asyncio.Lock()
         self._drained = asyncio.Event()
+        self._waiting: dict[str, asyncio.Future[Outcome]] = {}  # by token
+        self._owed = 0  # peers that a drain stays for
 
     # -- coming and going -------------------------------------------------------------------------
 
@@ -148,11 +154,40 @@ class Run:
             self._drained.set()
         return self.history.note(note)
 
-    async def finished(self) -> None:
-        """After a drain: wait until nothing runs any more and newcomers have what was promised."""
+    async def depart(self, *, preempted: bool) -> None:
+        """Begin nothing new; returns when nothing useful is left to do here: what runs has ended,
+        and the others have what only we could give them. When cancelled, it has said goodbye."""
+        self.draining = True
+        peer = self.driver.peer
+        for call in list(peer.queue):
+            self.driver.handle(Cancelled(call.token))
+            if (waiting := self._waiting.get(call.token)) is not None:
+                waiting.cancel()
+        try:
+            # Before the goodbye: nobody asks a peer that has left, and it takes nobody in.
+            while waiting_for := dependants(peer.state):
+                self._owed = len(waiting_for)
+                await asyncio.sleep(PROGRESS_S)
+            self._owed = 0
+        finally:
+            self.driver.handle(Drained(preempted))
         await self._drained.wait()
-        while self.driver.peer.state.donor.serving:  # noqa: ASYNC110  # the core has no such event
+        # Newcomers have what was promised, slower members of our last round their results.
+        while peer.state.donor.serving or peer.conductor.lingering:  # noqa: ASYNC110  # no event
             await asyncio.sleep(PROGRESS_S)
+        await self.driver.flush(FLUSH_S)
+
+    def unfinished(self) -> str:
+        """What a drain still waits for, in words; empty when for nothing."""
+        peer = self.driver.peer
+        serving = len(peer.state.donor.serving)
+        words = {
+            f"{self._owed} peers have yet to take our state": self._owed,
+            f"a call is in {peer.phase}": peer.work is not None,
+            f"{serving} snapshots are on their way": serving,
+            "slower members read our results": peer.conductor.lingering,
+        }
+        return ", ".join(words_of_it for words_of_it, holds in words.items() if holds)
 
     def _settle_layout(self, layout: Layout) -> None:
         """The run's schema is its first trainer's; a new one only when nobody has the old one."""
@@ -307,7 +342,7 @@ class Run:
     async def _watch(self, trainer: Trainer, event: Event) -> AsyncGenerator[Step, None]:
         """Hand the call to the core and follow it to its end; leaving early cancels it."""
         token = trainer.token
-        finished = self.driver.expect(token)
+        finished = self._waiting[token] = self.driver.expect(token)
         gone = asyncio.ensure_future(trainer.gone.wait())
         self.driver.handle(event)
         told: Progressed | None = None
@@ -328,6 +363,7 @@ class Run:
                 raise refusal("draining", "the daemon stops")
             yield self._ended(trainer, finished.result())
         finally:
+            self._waiting.pop(token, None)
             gone.cancel()
             if not finished.done():
                 self.driver.handle(Cancelled(token))

@@ -160,6 +160,40 @@ class LogSection(_Section):
     """text for people, json for collectors."""
 
 
+class NoticesSection(_Section):
+    """Notices that this machine will be taken away: a drain begins at once, within what is left."""
+
+    provider: Literal["none", "auto", "aws", "gcp", "azure", "file"] = "auto"
+    """Who says it. auto asks the metadata address of the three clouds at the start whether it is
+    one of theirs. Without a notice a SIGTERM drains, too."""
+    url: str = Field(default="", pattern="^(https?://.+)?$")
+    """Metadata server. Empty: http://169.254.169.254, where all three clouds answer."""
+    file: str = ""
+    """With provider = file: the file whose appearance is the notice. It may hold the number of
+    seconds that are left."""
+    poll_s: float = Field(default=0.0, ge=0, le=60)
+    """Time between two questions. 0: what the cloud recommends, 5 s (aws) or 1 s (azure, file);
+    gcp answers by itself."""
+    rebalance_drains: bool = False
+    """Leave at a rebalance recommendation of AWS, too. It often comes hours before an interruption
+    or without one, and leaving at once gives those hours away."""
+    azure_events: list[Literal["Preempt", "Terminate", "Reboot", "Redeploy", "Freeze"]] = Field(
+        default=["Preempt", "Terminate", "Reboot", "Redeploy"]
+    )
+    """Scheduled events of Azure to leave for. A Freeze of some seconds is slept through: others go
+    on without this peer, and it catches up."""
+
+
+class FlightSection(_Section):
+    """The flight recorder: what happened, in data_dir/flight, for `moshpitd replay`."""
+
+    file_bytes: int = Field(default=8 << 20, ge=1 << 16, le=1 << 30)
+    """Size of one file. A healthy round leaves 0.7 kB (2 peers) to 1 kB (8 peers), so 8 MiB hold
+    8,000 rounds: six days of one a minute."""
+    files: int = Field(default=8, ge=0, le=10_000)
+    """Files that are kept; with the default size 64 MiB in all. 0: nothing is recorded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Paths:
     """Where things are, all absolute: `~` and the defaults that depend on the machine resolved."""
@@ -185,6 +219,8 @@ class Settings(BaseSettings):
     network: NetworkSection = NetworkSection()
     averaging: AveragingSection = AveragingSection()
     http: HttpSection = HttpSection()
+    notices: NoticesSection = NoticesSection()
+    flight: FlightSection = FlightSection()
     log: LogSection = LogSection()
 
     @classmethod
@@ -242,6 +278,10 @@ class Settings(BaseSettings):
                 f"{self.averaging.codec} rounds the parameters in every average",
                 key="averaging.codec",
                 expected=f"{LOSSLESS}, or averaging.allow_lossy = true beside it",
+            )
+        if self.notices.provider == "file" and not self.notices.file:
+            raise ConfigError(
+                "no file is named", key="notices.file", expected="a path, with provider = file"
             )
         for finding in self.findings():
             if finding.fatal:

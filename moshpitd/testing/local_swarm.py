@@ -121,6 +121,7 @@ class LocalSwarm:
             "network.link_listen": "127.0.0.1:0",
             "network.bootstrap": self.bootstrap(but=index),
             "http.port": 0,
+            "notices.provider": "none",  # a test says itself when a machine goes
         }
         flags |= {f"averaging.{key}": value for key, value in FAST.items()}
         return Settings.load(environ={}, flags=flags | self._overrides | own)

@@ -101,7 +101,7 @@ class Node:
         if self.settings.averaging.max_group == 4: raise ZeroDivisionError
         print("up", self.settings.averaging.max_group, flush=True)
     async def wait(self): await asyncio.Event().wait()
-    async def drain(self, budget_s): print("drained", budget_s, flush=True)
+    async def drain(self, budget_s, why): print("drained", budget_s, why, flush=True)
     async def stop(self): print("stopped", flush=True)
 sys.modules["moshpitd.daemon.node"] = types.SimpleNamespace(Node=Node)
 from moshpitd.cli.main import app
@@ -124,8 +124,8 @@ def test_run_until_sigterm(tmp_path: Path) -> None:
         assert process.stdout.readline() == "up 5\n"
         process.terminate()
         out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (0, "drained 7.0\nstopped\n")
-    assert "draining signal=SIGTERM budget_s=7" in err
+    assert (process.returncode, out) == (0, "drained 7.0 SIGTERM\nstopped\n")
+    assert "asked to leave signal=SIGTERM" in err
 
 
 def test_run_that_cannot_start_exits_2_and_a_fault_of_ours_70(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class StandIn:
     async def wait(self) -> None:
         await self._do("wait")
 
-    async def drain(self, budget_s: float) -> None:
+    async def drain(self, budget_s: float, why: str) -> None:
         await self._do("drain")
 
     async def stop(self) -> None:
@@ -152,7 +152,7 @@ class Node:
     async def start(self):
         threading.Thread(target=threading.Event().wait).start()  # never joined
     async def wait(self): print("up", flush=True); await asyncio.Event().wait()
-    async def drain(self, budget_s): pass
+    async def drain(self, budget_s, why): pass
     async def stop(self): await asyncio.Event().wait()
 sys.exit(lifecycle.run(Node, drain_budget_s=1))
 """

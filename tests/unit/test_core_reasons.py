@@ -57,6 +57,13 @@ def draining() -> Hands:
     return asked(hands)
 
 
+def preempted() -> Hands:
+    hands = ready(2)
+    hands.tell("p00", ev.Drained(preempted=True))
+    hands.settle()
+    return hands
+
+
 def moved() -> Hands:
     hands = ready(2)
     record = hands.nodes["p01"].peer.record
@@ -245,6 +252,7 @@ SCENES: dict[Reason, Callable[[], Hands]] = {
     Reason.NO_TRAINER: no_trainer,
     Reason.NOT_READY: not_ready,
     Reason.DRAINING: draining,
+    Reason.PREEMPTED: preempted,
     Reason.SCHEMA: lambda: asked(ready(2), schema=b"other"),
     Reason.LINEAGE: lambda: asked(ready(2), lineage=Lineage("x", b"x")),
     Reason.MOVED: moved,

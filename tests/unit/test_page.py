@@ -44,14 +44,14 @@ def test_sentences_are_not_said_twice() -> None:
 
 
 def test_the_first_peer_of_a_swarm_is_ready() -> None:
-    ready, sentences = readiness(joined=False, draining=False, bootstrap=[])
+    ready, sentences = readiness(joined=False, bootstrap=[])
     assert ready
     assert "no bootstrap address" in sentences[0]
 
 
 def test_dead_bootstrap_peers_are_named_with_their_cause() -> None:
     dead = [("/ip4/8.8.8.8/tcp/1", "refused"), ("/ip4/8.8.4.4/tcp/1", "timeout")]
-    ready, sentences = readiness(joined=False, draining=False, bootstrap=dead)
+    ready, sentences = readiness(joined=False, bootstrap=dead)
     assert not ready
     assert sentences == (
         "bootstrap /ip4/8.8.8.8/tcp/1: refused, trying again",
@@ -61,20 +61,20 @@ def test_dead_bootstrap_peers_are_named_with_their_cause() -> None:
 
 def test_one_living_bootstrap_peer_is_enough_and_the_dead_one_is_still_named() -> None:
     bootstrap = [("/ip4/8.8.8.8/tcp/1", "ok"), ("/ip4/8.8.4.4/tcp/1", "wrong PeerID")]
-    ready, sentences = readiness(joined=True, draining=False, bootstrap=bootstrap)
+    ready, sentences = readiness(joined=True, bootstrap=bootstrap)
     assert ready
     assert sentences == ("bootstrap /ip4/8.8.4.4/tcp/1: wrong PeerID, trying again",)
 
 
 def test_before_anything_was_tried_and_between_answer_and_entry() -> None:
-    ready, sentences = readiness(joined=False, draining=False, bootstrap=[("a", "waiting")])
+    ready, sentences = readiness(joined=False, bootstrap=[("a", "waiting")])
     assert (ready, sentences) == (False, ("bootstrap a: not tried yet",))
-    ready, sentences = readiness(joined=False, draining=False, bootstrap=[("a", "ok")])
+    ready, sentences = readiness(joined=False, bootstrap=[("a", "ok")])
     assert not ready
     assert len(sentences) == 1
 
 
 def test_a_draining_node_is_not_ready() -> None:
-    ready, sentences = readiness(joined=True, draining=True, bootstrap=[])
+    ready, sentences = readiness(joined=True, drain=(12.4, "SIGTERM"), bootstrap=[])
     assert not ready
     assert "draining" in sentences[0]
