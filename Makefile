@@ -30,7 +30,7 @@ setup: $(STAMP) ## make $(VENV) and install the pinned versions into it
 $(STAMP):
 	@test -n "$(PYTHON)" || { echo "moshpitd needs Python 3.11 or newer: none found; name one with PYTHON=/path/to/python3" >&2; exit 2; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[examples,dev]'
+	$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[examples,plots,dev]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from moshpitd.cli import bench, demo, leave, look, run, version
+from moshpitd.cli import bench, demo, leave, look, run, sim, version
 from moshpitd.errors import ConfigError, InternalError, MoshpitError
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERNAL = 1, 2, 70
@@ -52,6 +52,7 @@ app.command("drain")(leave.drain)
 app.command("version")(version.show_version)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app)
+app.add_typer(sim.app)
 
 if __name__ == "__main__":
     # `python -m moshpitd.cli.main`: the same command under a chosen interpreter, for `demo`.
