@@ -46,7 +46,7 @@ class Snapshots:
     def fetch(self, node: Node, effect: FetchSnapshot) -> None:
         donor = self._world.node(effect.donor)
         node.plane.incoming[effect.nonce] = Transfer(effect.donor, self._options.parts)
-        if donor.peer is None or not (node.dialable or donor.dialable):
+        if self._wire.refuses(node, donor):
             delay = self._wire.refused_s(node, donor)
             self._world.later(delay, self._break, node, effect.nonce, Reason.UNREACHABLE)
         self._wire.release(node, effect.nonce)
