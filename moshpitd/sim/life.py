@@ -271,8 +271,10 @@ class Life:
             trainer.lineage = node.peer.lineage if node.peer is not None else trainer.lineage
         if outcome.group_size > 1:
             self.sizes[outcome.group_size] += 1
-        # Whoever is the last one left can only be alone.
-        if outcome.status is Status.COMPLETE or (self.calm and self._only(node) and not failed):
+        # Whoever is the last one left can only be alone, and who computes for longer than a window
+        # while a grid moves on may find its line empty each time: it is enough that its calls end.
+        excused = trainer.straggles or self._only(node)
+        if outcome.status is Status.COMPLETE or (self.calm and excused and not failed):
             trainer.complete += 1
             if trainer.complete >= self._options.goal:
                 self._due.pop((node.index, trainer.number), None)
@@ -309,7 +311,8 @@ def _node(options: Options, index: int) -> Node:
 def _trainer(options: Options, index: int, number: int) -> Trainer:
     speed = stream(options.seed, "compute", index, number)
     compute_s = options.compute_s * speed.lognormvariate(0.0, options.compute_sigma)
-    if stream(options.seed, "straggler", index).random() < options.stragglers:
+    straggles = stream(options.seed, "straggler", index).random() < options.stragglers
+    if straggles:
         compute_s *= options.straggle
     return Trainer(
         number=number,
@@ -317,6 +320,7 @@ def _trainer(options: Options, index: int, number: int) -> Trainer:
         step=options.step_size * _initial(options, index, number, "step"),
         compute_s=compute_s,
         rng=speed,
+        straggles=straggles,
     )
 
 

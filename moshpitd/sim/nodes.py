@@ -67,6 +67,7 @@ class Trainer:
     step: Vector  # what one local step adds
     compute_s: float
     rng: Random
+    straggles: bool = False
     name: str = ""
     bucket: Vector = field(init=False)
     attachments: int = 0
