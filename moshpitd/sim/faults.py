@@ -178,6 +178,8 @@ def draw(
     bits = 8e-6 * options.parts * options.part_bytes
     least = 6.0 * bits / (options.up_ratio * min(options.call_timeout_s, 30.0))
     options = replace(options, rate_mbps=max(options.rate_mbps, least))
+    # Phase two lasts as long as the slowest computes, while everybody else goes on.
+    options = replace(options, straggle=min(options.straggle, 16.0 / options.compute_s))
     # The slowest has to compute for its rounds too: straggler, hiccup, 3 sigma of its machine.
     slowest = options.compute_s * math.exp(3.0 * options.compute_sigma)
     slowest *= options.straggle if options.stragglers or options.hiccups else 1.0

@@ -46,7 +46,7 @@ Trigger: TypeAlias = Callable[[World, Node, Event | Effect], Node | None]
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_fifty_peers_with_random_faults(seed: int) -> None:
     """Safety after every event, then every survivor completes rounds once the faults stop."""
-    report = World(draw(seed, peers=50)).run()
+    report = World(draw(seed, peers=50, faults_s=30.0)).run()
     assert report.outcomes["complete"] > 0
 
 
@@ -57,7 +57,7 @@ def _digest_elsewhere(seed: int, hash_seed: str) -> str:
     program = (
         "from moshpitd.sim.faults import draw\n"
         "from moshpitd.sim.world import World\n"
-        f"print(World(draw({seed}, peers=50)).run().digest)"
+        f"print(World(draw({seed}, peers=30, faults_s=20.0)).run().digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -67,10 +67,14 @@ def _digest_elsewhere(seed: int, hash_seed: str) -> str:
     return done.stdout.strip()
 
 
+def small(seed: int) -> Options:
+    return draw(seed, peers=30, faults_s=20.0)
+
+
 def test_two_runs_of_one_seed_are_the_same_byte_for_byte() -> None:
-    first, second = World(draw(2, peers=50)).run(), World(draw(2, peers=50)).run()
+    first, second = World(small(2)).run(), World(small(2)).run()
     assert first == second
-    assert first.digest != World(draw(4, peers=50)).run().digest
+    assert first.digest != World(small(4)).run().digest
 
 
 def test_the_order_of_hashes_changes_nothing() -> None:
