@@ -5,17 +5,15 @@ was faster, so that output depends on the seeds alone."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moshpitd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PROCESSES = 2
 """More share the caches and memory of a small machine; a flag raises it."""
@@ -28,6 +26,9 @@ def spread(
     work: Callable[[Job], Result], jobs: Sequence[Job], *, title: str, processes: int
 ) -> list[Result]:
     """`work(job)` for every job. The first exception ends it, with what runs being waited for."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+
     results: dict[int, Result] = {}
     with _bar() as bar:
         task = bar.add_task(title, total=len(jobs))
@@ -72,6 +73,15 @@ def write_json(path: Path | None, value: Any) -> None:
 
 def _bar() -> Progress:
     """On stderr, so that what is printed on stdout can be piped."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
