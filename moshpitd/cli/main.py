@@ -53,7 +53,7 @@ app.command("replay")(replay.replay)
 app.command("version")(version.show_version)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app)
-app.add_typer(sim.app, name="sim", no_args_is_help=True)
+app.add_typer(sim.app)
 
 if __name__ == "__main__":
     # `python -m moshpitd.cli.main`: the same command under a chosen interpreter, for `demo`.

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from moshpitd.cli import sim_compare
+from moshpitd.cli import sim_compare, sim_paper
 
-app = typer.Typer(help="Simulate swarms and compare algorithms, without a network.")
+app = typer.Typer(
+    name="sim",
+    help="Run the protocol in a deterministic world, without a network.",
+    no_args_is_help=True,
+)
 app.command("compare")(sim_compare.compare)
+app.command("paper")(sim_paper.paper)

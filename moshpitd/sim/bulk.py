@@ -37,6 +37,7 @@ from moshpitd.core.events import (
     Listened,
     PartArrived,
     PartFailed,
+    PartRefused,
     ResultArrived,
 )
 from moshpitd.core.messages import Held
@@ -132,7 +133,7 @@ class Bulk:
 
     def _link(self, node: Node, other: Node, group_id: bytes) -> None:
         lose = self._lose
-        if other.peer is None or not (node.dialable or other.dialable):
+        if self._wire.refuses(node, other):
             delay = self._wire.refused_s(node, other)
             self._world.later(delay, lose, node, group_id, other.peer_id, Reason.UNREACHABLE)
         elif self.cut > 0.0 and node.index < other.index and self._cut.random() < self.cut:
@@ -165,10 +166,12 @@ class Bulk:
                     self._checks.fail(
                         f"pushes the result of part {part}, which it never averaged", node
                     )
+                payload = _spoiled(node, payload)
                 call, index = self._result_arrived, round_.index
                 self._wire.send(node, other, stamp, call, part, index, payload, effect.epoch)
             elif part not in round_.results:  # else the bucket holds the result by now
                 values = round_.value[self._options.slice_of(part)].copy()
+                values = values if node.liar is None else node.liar.pushes(values)
                 call_ = self._contribution_arrived
                 self._wire.send(node, other, stamp, call_, part, round_.index, values, effect.epoch)
 
@@ -179,7 +182,7 @@ class Bulk:
         other = self._world.node(round_.group.members[effect.to].peer_id)
         stamp = (effect.group_id, round_.incarnations[effect.to])
         for part in effect.parts:
-            payload, call = round_.results[part], self._result_arrived
+            payload, call = _spoiled(node, round_.results[part]), self._result_arrived
             self._wire.send(node, other, stamp, call, part, round_.index, payload, effect.epoch)
 
     def _await(self, node: Node, effect: Await) -> None:
@@ -218,6 +221,9 @@ class Bulk:
         assert round_.succession is not None
         if round_.succession.reducer(part, epoch) != round_.index:
             self._checks.fail(f"was sent part {part} of epoch {epoch}, which others reduce", node)
+        if not np.isfinite(values).all():
+            self._refuse(node, group_id, part, sender, epoch=epoch, result=False)
+            return
         round_.arrived.add((part, epoch, sender))
         weight = round_.group.members[sender].weight
         if key in round_.sums:
@@ -274,9 +280,20 @@ class Bulk:
             assert round_.succession is not None
             if round_.succession.reducer(part, epoch) != sender:
                 return
+        if not np.isfinite(payload.values).all():
+            self._refuse(node, group_id, part, sender, epoch=epoch, result=True)
+            return
         placed = replace(payload, epoch=epoch)
         self._place(node, round_, part, placed)
         event = ResultArrived(group_id, part, sender, placed.contributors, placed.crc, epoch)
+        self._world.post(0.0, node, event)
+
+    def _refuse(
+        self, node: Node, group_id: bytes, part: int, sender: int, *, epoch: int, result: bool
+    ) -> None:
+        """The guard: what is not finite touches nothing."""
+        reason = Reason.NOT_FINITE
+        event = PartRefused(group_id, part, sender, reason, result=result, epoch=epoch)
         self._world.post(0.0, node, event)
 
     def _place(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
@@ -303,6 +320,13 @@ class Bulk:
         if round_ is None:
             self._wire.hold(node, group_id, call, *args)
         return round_
+
+
+def _spoiled(node: Node, payload: Payload) -> Payload:
+    """What a liar sends for a result."""
+    if node.liar is None:
+        return payload
+    return replace(payload, values=node.liar.pushes(payload.values))
 
 
 def _buckets(node: Node, names: Iterable[str]) -> dict[str, Vector]:

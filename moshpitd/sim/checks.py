@@ -50,6 +50,7 @@ class Violation(MoshpitError):
 class _Call:
     node: Node
     since: float
+    due: float
 
 
 class Checks:
@@ -85,10 +86,19 @@ class Checks:
         An exchange that runs into the call's timeout takes what is there, and that may take its own
         data plane and then the others' last messages one parity timeout each.
         """
-        deadline = self._now() + timeout_s + 2.0 * self._options.params.parity_timeout_s + SLACK_S
-        self._calls[token] = _Call(node, self._now())
+        own_s = timeout_s + 2.0 * self._options.params.parity_timeout_s  # on its own clock
+        frozen_s = 0.0 if node.thaws_at is None else node.thaws_at - self._now()
+        deadline = self._now() + own_s / node.clock_rate + frozen_s + SLACK_S
+        self._calls[token] = _Call(node, self._now(), deadline)
         heapq.heappush(self._deadlines, (deadline, token))
         return deadline
+
+    def frozen(self, node: Node, seconds: float) -> None:
+        """Its open calls may take so much longer, and nobody else's."""
+        for token, call in list(self._calls.items()):
+            if call.node is node:
+                self._calls[token] = _Call(node, call.since, call.due + seconds)
+                heapq.heappush(self._deadlines, (call.due + seconds, token))
 
     def abandoned(self, token: str) -> None:
         """Nobody waits for this call any more (the daemon died, the trainer died or gave up)."""
@@ -98,7 +108,7 @@ class Checks:
     def after_event(self) -> None:
         while self._deadlines and self._deadlines[0][0] < self._now():
             deadline, token = heapq.heappop(self._deadlines)
-            if token in self._calls:
+            if token in self._calls and self._calls[token].due <= deadline:
                 node = self._calls[token].node
                 self.fail(f"did not finish {token} by its deadline {deadline:.3f}", node)
 

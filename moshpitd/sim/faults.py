@@ -4,6 +4,7 @@ seeds keep their meaning."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -67,8 +68,26 @@ class Options:
     directory_sigma: float = 0.5
     rate_mbps: float = 1000.0
     rate_sigma: float = 0.3
+    up_ratio: float = 1.0
+    """Uplink over downlink (ADSL: 0.1)..."""
+    up_sigma: float = 0.0
+    """...and the spread of that between nodes (lognormal)."""
     clock_spread_s: float = 1e6
     """Each node's monotonic clock starts somewhere in here: no two share one."""
+    clock_rate: float = 0.0
+    """Each node's clock runs faster or slower than the world's by up to this share."""
+    stragglers: float = 0.0
+    """Share of nodes that compute..."""
+    straggle: float = 4.0
+    """...so many times longer than the others."""
+    hiccups: float = 0.0
+    """Chance that a step takes `straggle` times as long as usual."""
+    beat_s: float = 0.0
+    """Trainers contribute at multiples of this, all at once; 0: when they have computed."""
+    step_size: float = 0.01
+    """Size of a local step; 0 leaves averaging alone."""
+    directory_answer: int = 0
+    """Records that fit one answer of the directory (hivemind carries about 2 MiB); 0: all do."""
 
     undialable: float = 0.0
     """Share of nodes behind a NAT: nobody can open a link to them."""
@@ -106,6 +125,31 @@ class Options:
     drain_s: float = 10.0
     """From notice to end."""
 
+    duplicates: float = 0.0
+    """Chance that a control message arrives a second time, up to `held_s` later."""
+    held: float = 0.0
+    """Chance that a control message is held up, so that later ones overtake it..."""
+    held_s: float = 2.0
+    """...by up to this long."""
+    oneway: float = 0.0
+    """Chance, for each ordered pair, that the first cannot reach the second."""
+    partitions: float = 0.0
+    """Expected number of partitions in phase one..."""
+    partition_s: float = 10.0
+    """...their median length..."""
+    partition_share: float = 0.3
+    """...and the share of nodes that each cuts off together."""
+    cut_offs: float = 0.0
+    """Expected times per node that it alone is cut off, for about `partition_s`."""
+    freezes: float = 0.0
+    """Expected times per node that its daemon stands still (SIGSTOP, a laptop's lid)..."""
+    freeze_s: float = 5.0
+    """...and for how long (median)."""
+    liars: float = 0.0
+    """Share of nodes whose daemons lie..."""
+    lies: float = 0.2
+    """...in this share of what they send."""
+
     faults_s: float = 0.0
     """Length of phase one. After it nothing fails any more."""
     goal: int = 2
@@ -118,15 +162,28 @@ class Options:
         return slice(part * self.elements, (part + 1) * self.elements)
 
 
-def draw(seed: int, *, peers: int = 50, max_group: int | None = None) -> Options:
-    """The world of a seed. Which faults exist at all is drawn too: a fault that is always on hides
-    what happens without it."""
+def draw(
+    seed: int, *, peers: int = 0, max_group: int | None = None, faults_s: float = 60.0
+) -> Options:
+    """The world of a seed, of 100 to 300 peers unless a number is given. Which faults exist at all
+    is drawn too: a fault that is always on hides what happens without it."""
     chosen: dict[str, Any] = {
         name: pick(stream(seed, "option", name)) for name, pick in DRAWN.items()
     }
-    options = replace(Options(seed=seed, peers=peers, faults_s=60.0), **chosen)
+    peers = peers or stream(seed, "option", "peers").randint(100, 300)
+    options = replace(Options(seed=seed, peers=peers, faults_s=faults_s), **chosen)
     if options.rounds == 0:  # a sweep waits for up to one window per side of the grid
         options = replace(options, call_timeout_s=max(options.call_timeout_s, 30.0))
+    # A round that cannot be over within its call is a setting that nobody would keep.
+    bits = 8e-6 * options.parts * options.part_bytes
+    least = 6.0 * bits / (options.up_ratio * min(options.call_timeout_s, 30.0))
+    options = replace(options, rate_mbps=max(options.rate_mbps, least))
+    # Phase two lasts as long as the slowest computes, while everybody else goes on.
+    options = replace(options, straggle=min(options.straggle, 16.0 / options.compute_s))
+    # The slowest has to compute for its rounds too: straggler, hiccup, 3 sigma of its machine.
+    slowest = options.compute_s * math.exp(3.0 * options.compute_sigma)
+    slowest *= options.straggle if options.stragglers or options.hiccups else 1.0
+    options = replace(options, bound_s=options.bound_s + 2.0 * options.goal * slowest)
     group = max_group or stream(seed, "option", "max_group").choice((8, 16))
     return replace(options, params=replace(Params(), max_group=group))
 
@@ -153,10 +210,17 @@ DRAWN: dict[
     "call_timeout_s": lambda rng: rng.choice((60.0, 60.0, 10.0)),
     "compute_s": lambda rng: rng.choice((1.0, 3.0, 6.0)),
     "compute_sigma": lambda rng: rng.choice((0.0, 0.2, 0.5)),
+    "stragglers": _sometimes(0.3, 0.02, 0.15),
+    "straggle": lambda rng: rng.choice((2.0, 4.0, 8.0)),
+    "hiccups": _sometimes(0.3, 0.01, 0.1),
     "latency_s": lambda rng: rng.choice((0.001, 0.02, 0.08)),
     "latency_sigma": lambda rng: rng.choice((0.0, 0.5, 1.0)),
     "jitter_sigma": lambda rng: rng.choice((0.0, 0.1, 0.5)),
     "directory_s": lambda rng: rng.choice((0.03, 0.1, 0.5)),
+    "rate_mbps": lambda rng: rng.choice((100.0, 1000.0, 1000.0, 10000.0)),
+    "up_ratio": lambda rng: rng.choice((1.0, 1.0, 0.1)),
+    "up_sigma": lambda rng: rng.choice((0.0, 0.3)),
+    "clock_rate": lambda rng: rng.choice((0.0, 1e-4, 0.01)),
     "undialable": _sometimes(0.4, 0.02, 0.4),
     "loss": _sometimes(0.6, 0.001, 0.05),
     "stale": _sometimes(0.5, 0.02, 0.3),
@@ -172,64 +236,17 @@ DRAWN: dict[
     "back_s": lambda rng: rng.choice((0.5, 5.0, 15.0)),
     "trainer_deaths": _sometimes(0.4, 0.02, 0.2),
     "drains": _sometimes(0.4, 0.02, 0.15),
+    "drain_s": lambda rng: rng.choice((2.0, 10.0, 30.0)),
+    "duplicates": _sometimes(0.4, 0.001, 0.05),
+    "held": _sometimes(0.4, 0.001, 0.05),
+    "held_s": lambda rng: rng.choice((0.2, 2.0, 8.0)),
+    "oneway": _sometimes(0.25, 0.0005, 0.01),
+    "partitions": _sometimes(0.3, 0.5, 2.0),
+    "partition_s": lambda rng: rng.choice((2.0, 10.0, 40.0)),
+    "partition_share": lambda rng: rng.choice((0.05, 0.3, 0.5)),
+    "cut_offs": _sometimes(0.25, 0.01, 0.1),
+    "freezes": _sometimes(0.4, 0.02, 0.3),
+    "freeze_s": lambda rng: rng.choice((1.0, 5.0, 30.0)),
+    "liars": _sometimes(0.25, 0.005, 0.05),
+    "lies": lambda rng: rng.choice((0.05, 0.2, 0.6)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something that goes wrong on one node at one time.
-
-    `what`: "kill" (the daemon), "trainer" (one trainer), "drain" (a notice, then the end).
-    `back_after_s` None: it does not return. `forgets`: the trainers' parameters are lost too.
-    """
-
-    at: float
-    node: int
-    what: str
-    silent: bool = False
-    back_after_s: float | None = None
-    forgets: bool = False
-
-
-def plan(options: Options) -> list[Fault]:
-    """Every fault of phase one that is known beforehand, in order of time."""
-    faults: list[Fault] = []
-    for node in range(options.peers):
-        faults += _kills(options, node)
-        rng = stream(options.seed, "fault", "trainer", node)
-        if rng.random() < options.trainer_deaths:
-            at, back = (
-                rng.uniform(0.0, options.faults_s),
-                rng.lognormvariate(0.0, 0.5) * options.back_s,
-            )
-            faults.append(
-                Fault(at, node, "trainer", back_after_s=back, forgets=rng.random() < options.forget)
-            )
-        rng = stream(options.seed, "fault", "drain", node)
-        if rng.random() < options.drains:
-            faults.append(Fault(rng.uniform(0.0, options.faults_s), node, "drain"))
-    return sorted(faults, key=lambda fault: (fault.at, fault.node, fault.what))
-
-
-def _kills(options: Options, node: int) -> list[Fault]:
-    """Deaths at exponential intervals. Every draw is made whether it is used or not, so that an
-    option that changes one property of the deaths leaves the others as they were."""
-    rng = stream(options.seed, "fault", "kill", node)
-    found: list[Fault] = []
-    at = 0.0
-    while options.kills > 0:
-        at += rng.expovariate(options.kills / options.faults_s)
-        silent, forgets, leaves = (rng.random() for _ in range(3))
-        back = rng.lognormvariate(0.0, 0.5) * options.back_s
-        if at >= options.faults_s:
-            break
-        gone = leaves < options.leave
-        found.append(
-            Fault(
-                at, node, "kill", silent=silent < options.vanish,
-                back_after_s=None if gone else back, forgets=forgets < options.forget,
-            )
-        )  # fmt: skip
-        if gone:
-            break
-    return found

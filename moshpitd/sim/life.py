@@ -4,6 +4,7 @@ into one."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from hashlib import blake2b
@@ -25,8 +26,10 @@ from moshpitd.core.events import (
 from moshpitd.core.outcome import Status
 from moshpitd.sim.bulk import Bulk
 from moshpitd.sim.checks import SLACK_S, Checks
-from moshpitd.sim.faults import Fault, Options, plan, stream
+from moshpitd.sim.faults import Options, stream
 from moshpitd.sim.nodes import MakePeer, Node, Plane, Trainer, Vector, digest_of
+from moshpitd.sim.plan import Fault, plan
+from moshpitd.sim.trouble import Trouble
 
 SCHEMA = b"sim schema 00000"
 STORY = 256
@@ -40,6 +43,7 @@ class Outside(Protocol):
     nodes: list[Node]
     checks: Checks
     bulk: Bulk
+    trouble: Trouble
 
     def later(self, delay: float, call: Callable[..., None], *args: Any) -> None: ...
 
@@ -56,6 +60,7 @@ class Life:
         self._world, self._options, self._make = world, options, make
         self._refused = stream(options.seed, "refused")
         self._impatient = stream(options.seed, "impatient")
+        self._hiccups = stream(options.seed, "hiccups")
         # (node, trainer) of those that have not reached the goal of phase two.
         self._due: dict[tuple[int, int], None] = {}
         self.calm = False
@@ -83,7 +88,8 @@ class Life:
             for trainer in node.trainers:
                 self._return_trainer(node, trainer)
                 trainer.complete = 0
-                self._due[(node.index, trainer.number)] = None
+                if not node.lied:  # others may shun it for as long as they remember
+                    self._due[(node.index, trainer.number)] = None
 
     def satisfied(self) -> bool:
         return self.calm and not self._due
@@ -116,6 +122,7 @@ class Life:
         if node.peer is None:
             return
         node.story.append((self._world.now, "-- killed --"))
+        node.thaws_at, node.backlog = None, []
         node.peer, node.vanished, node.died_at = None, silent, self._world.now
         node.incarnation += 1  # nothing that is on its way may find the next daemon
         for trainer in node.trainers:
@@ -135,6 +142,10 @@ class Life:
             node.gone = fault.back_after_s is None
             if fault.back_after_s is not None:
                 self._world.later(fault.back_after_s, self._return, node)
+        elif fault.what == "freeze":
+            self._world.trouble.freeze(node, fault.back_after_s or 0.0)
+        elif fault.what == "cut off":
+            self._world.trouble.cut_off(node, fault.back_after_s or 0.0)
         elif fault.what == "trainer":
             self.lose_trainer(node, trainer, forgets=fault.forgets)
             self._world.later(fault.back_after_s or 0.0, self._return_trainer, node, trainer)
@@ -196,6 +207,11 @@ class Life:
     def _compute(self, node: Node, trainer: Trainer) -> None:
         jitter = self._options.compute_jitter
         seconds = trainer.compute_s * (trainer.rng.lognormvariate(0.0, jitter) if jitter else 1.0)
+        if self._options.hiccups and self._hiccups.random() < self._options.hiccups:
+            seconds *= self._options.straggle
+        beat = self._options.beat_s
+        if beat:
+            seconds = beat * math.floor(self._world.now / beat + 1.0) - self._world.now
         self._world.later(seconds, self._contribute, node, trainer, trainer.name)
 
     def _contribute(self, node: Node, trainer: Trainer, name: str) -> None:
@@ -255,8 +271,10 @@ class Life:
             trainer.lineage = node.peer.lineage if node.peer is not None else trainer.lineage
         if outcome.group_size > 1:
             self.sizes[outcome.group_size] += 1
-        # Whoever is the last one left can only be alone.
-        if outcome.status is Status.COMPLETE or (self.calm and self._only(node) and not failed):
+        # Whoever is the last one left can only be alone, and who computes for longer than a window
+        # while a grid moves on may find its line empty each time: it is enough that its calls end.
+        excused = trainer.straggles or self._only(node)
+        if outcome.status is Status.COMPLETE or (self.calm and excused and not failed):
             trainer.complete += 1
             if trainer.complete >= self._options.goal:
                 self._due.pop((node.index, trainer.number), None)
@@ -276,13 +294,16 @@ def _node(options: Options, index: int) -> Node:
     # Hashed, so that the order of PeerIDs (which decides who leads) is not the order of birth.
     peer_id = f"{blake2b(f'{seed}/id/{index}'.encode(), digest_size=2).hexdigest()}.{index}"
     rate = options.rate_mbps * stream(seed, "rate", index).lognormvariate(0.0, options.rate_sigma)
+    up = options.up_ratio * stream(seed, "up", index).lognormvariate(0.0, options.up_sigma)
+    drift = stream(seed, "clock rate", index).uniform(-options.clock_rate, options.clock_rate)
     return Node(
         index=index,
         peer_id=peer_id,
         clock_offset=stream(seed, "clock", index).uniform(0.0, options.clock_spread_s),
         dialable=stream(seed, "undialable", index).random() >= options.undialable,
         trainers=[_trainer(options, index, number) for number in range(options.trainers)],
-        plane=Plane(up_mbps=rate, down_mbps=rate),
+        plane=Plane(up_mbps=rate * up, down_mbps=rate),
+        clock_rate=1.0 + drift,
         story=deque(maxlen=STORY),
     )
 
@@ -290,12 +311,16 @@ def _node(options: Options, index: int) -> Node:
 def _trainer(options: Options, index: int, number: int) -> Trainer:
     speed = stream(options.seed, "compute", index, number)
     compute_s = options.compute_s * speed.lognormvariate(0.0, options.compute_sigma)
+    straggles = stream(options.seed, "straggler", index).random() < options.stragglers
+    if straggles:
+        compute_s *= options.straggle
     return Trainer(
         number=number,
         values=_initial(options, index, number, "init"),
-        step=0.01 * _initial(options, index, number, "step"),
+        step=options.step_size * _initial(options, index, number, "step"),
         compute_s=compute_s,
         rng=speed,
+        straggles=straggles,
     )
 
 

@@ -4,12 +4,14 @@ schedules nothing; the world turns its delays into events."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import NormalDist
 
 from moshpitd.core.messages import Record
 from moshpitd.sim.faults import Options, stream
+from moshpitd.sim.plan import Partition
 
 _NORMAL = NormalDist()
 
@@ -24,7 +26,18 @@ class Links:
         self._base: dict[tuple[int, int], float] = {}
         self._jitter = stream(options.seed, "jitter")
         self._loss = stream(options.seed, "loss")
-        self.loss = options.loss
+        self._duplicates = stream(options.seed, "duplicates")
+        self._held = stream(options.seed, "held")
+        self._unreached = stream(options.seed, "unreached")
+        self._apart: dict[int, tuple[Partition, frozenset[int]]] = {}  # partitions that are on
+        self._oneway: dict[tuple[int, int], bool] = {}
+        self.loss, self.duplicates, self.held = options.loss, options.duplicates, options.held
+        self.oneway = options.oneway
+
+    def calm(self) -> None:
+        """Phase two: from now on every message arrives, once."""
+        self.loss = self.duplicates = self.held = self.oneway = 0.0
+        self._apart.clear()
 
     def latency(self, one: int, other: int) -> float:
         """One-way base delay, the same in both directions."""
@@ -44,6 +57,57 @@ class Links:
         factor = self._jitter.lognormvariate(0.0, jitter) if jitter else 1.0
         return self.latency(one, other) * factor
 
+    def delays(self, first: float) -> list[float]:
+        """When the copies of a message arrive that would take `first`: usually one."""
+        if self.held > 0.0 and self._held.random() < self.held:
+            first += self._held.uniform(0.0, self._options.held_s)
+        if self.duplicates > 0.0 and self._duplicates.random() < self.duplicates:
+            return [first, first + self._duplicates.uniform(0.0, self._options.held_s)]
+        return [first]
+
+    # -- who reaches whom
+
+    def split(self, number: int, partition: Partition) -> None:
+        self._apart[number] = (partition, frozenset(partition.apart))
+
+    def heal(self, number: int) -> None:
+        self._apart.pop(number, None)
+
+    @property
+    def parted(self) -> bool:
+        return bool(self._apart)
+
+    def apart(self, one: int, other: int) -> Partition | None:
+        """The partition between these two that lasts longest."""
+        between = [
+            partition
+            for partition, side in self._apart.values()
+            if (one in side) is not (other in side)
+        ]
+        return max(between, key=lambda it: it.until) if between else None
+
+    def lonely(self, index: int) -> bool:
+        """Is it cut off from all others?"""
+        return any(partition.apart == (index,) for partition, _ in self._apart.values())
+
+    def reaches(self, one: int, other: int) -> bool:
+        """Does what `one` sends get to `other`? Not always the same both ways."""
+        if self._apart and self.apart(one, other) is not None:
+            return False
+        if self.oneway <= 0.0:
+            return True
+        blocked = self._oneway.get((one, other))
+        if blocked is None:
+            rng = stream(self._options.seed, "oneway", one, other)
+            blocked = self._oneway[one, other] = rng.random() < self._options.oneway
+        return not blocked
+
+    def is_told(self) -> bool:
+        """Does the sender of a message that reached nobody learn it?"""
+        return self._unreached.random() >= self._options.loss_silent
+
+    # -- losses
+
     def fate(self) -> str:
         """What happens to one control message: "" (it arrives), "lost" or "reported" (lost, and the
         sender learns it)."""
@@ -55,6 +119,7 @@ class Links:
 @dataclass(slots=True)
 class _Stored:
     record: Record
+    stored_at: float
     visible_at: float
     expires_at: float
 
@@ -78,6 +143,7 @@ class Directory:
         self._stale = stream(options.seed, "directory", "stale")
         self._hidden = stream(options.seed, "directory", "hidden")
         self._fails = stream(options.seed, "directory", "fails")
+        self._cut = stream(options.seed, "directory", "cut")
         self.stale, self.hidden, self.fails = options.stale, options.hidden, options.directory_fails
 
     def calm(self) -> None:
@@ -99,10 +165,21 @@ class Directory:
             late = self._options.stale_s * self._stale.lognormvariate(0.0, 0.5)
         slot = self._slots.setdefault(key, {}).setdefault(record.peer_id, _Slot())
         seen = [stored for stored in slot.kept if stored.visible_at <= now][-1:]
-        slot.kept = [*seen, _Stored(record, now + late, now + ttl_s)]
+        slot.kept = [*seen, _Stored(record, now, now + late, now + ttl_s)]
 
-    def find(self, key: str, *, asker: str, now: float) -> tuple[Record, ...]:
-        """Records under `key` but the asker's own, in order of their first store."""
+    def find(
+        self,
+        key: str,
+        *,
+        asker: str,
+        now: float,
+        unseen: Callable[[str, float], bool] | None = None,
+    ) -> tuple[Record, ...]:
+        """Records under `key` but the asker's own, in order of their first store.
+
+        `unseen(peer, stored at)`: behind a partition. An answer that is too long for one message
+        is cut, each time elsewhere.
+        """
         slots = self._slots.get(key)
         if not slots:
             return ()
@@ -112,12 +189,23 @@ class Directory:
             if all(stored.expires_at <= now for stored in slot.kept):
                 dead.append(peer_id)
                 continue
-            shown = [s.record for s in slot.kept if s.visible_at <= now < s.expires_at]
-            if not shown or peer_id == asker:
+            if peer_id == asker:
+                continue
+            shown = [
+                s.record
+                for s in slot.kept
+                if s.visible_at <= now < s.expires_at
+                and not (unseen is not None and unseen(peer_id, s.stored_at))
+            ]
+            if not shown:
                 continue
             if self.hidden > 0.0 and self._hidden.random() < self.hidden:
                 continue
             found.append(shown[-1])
         for peer_id in dead:
             del slots[peer_id]
+        most = self._options.directory_answer
+        if most and len(found) > most:
+            start = self._cut.randrange(len(found))
+            found = [*found[start:], *found[:start]][:most]
         return tuple(found)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moshpitd.core.effects import Effect
 from moshpitd.core.events import Event
-from moshpitd.core.messages import Group, Lineage
+from moshpitd.core.messages import Group, Lineage, Message
 from moshpitd.core.outcome import Outcome
 from moshpitd.core.params import Params
 from moshpitd.core.succession import Succession
@@ -42,6 +42,14 @@ class Participant(Protocol):
     def deadline(self) -> float | None: ...
 
 
+class Liar(Protocol):
+    """What a node whose daemon lies puts in place of what it means."""
+
+    def says(self, to: str, message: Message) -> list[tuple[str, Message]]: ...
+
+    def pushes(self, values: Vector) -> Vector: ...
+
+
 MakePeer: TypeAlias = Callable[[Params, str, Random, int], Participant]
 """(params, peer id, generator, a number that grows with every life of that peer)."""
 
@@ -59,6 +67,7 @@ class Trainer:
     step: Vector  # what one local step adds
     compute_s: float
     rng: Random
+    straggles: bool = False
     name: str = ""
     bucket: Vector = field(init=False)
     attachments: int = 0
@@ -168,10 +177,24 @@ class Node:
     died_at: float = -1.0
     vanished: bool = False  # died without closing its connections
     gone: bool = False  # leaving, or dead and never back
+    frozen_at: float = -1.0
+    thaws_at: float | None = None  # set while it stands still
+    backlog: list[tuple[Event, float]] = field(default_factory=list)  # what it has yet to hear
+    clock_rate: float = 1.0
+    liar: Liar | None = None
+    lied: bool = False
     clock: float = 0.0  # the last instant that its daemon was told
     timer: float | None = None  # world time of the armed timer
     ticked_at: float = -1.0
     ticks_there: int = 0
+
+    def clock_at(self, now: float) -> float:
+        """What its clock shows at the world's `now`."""
+        return self.clock_offset + self.clock_rate * now
+
+    def world_time(self, clock: float) -> float:
+        """When its clock shows that."""
+        return (clock - self.clock_offset) / self.clock_rate
 
     def trainer(self, name: str) -> Trainer | None:
         return next((trainer for trainer in self.trainers if trainer.name == name), None)

@@ -46,15 +46,16 @@ class Snapshots:
     def fetch(self, node: Node, effect: FetchSnapshot) -> None:
         donor = self._world.node(effect.donor)
         node.plane.incoming[effect.nonce] = Transfer(effect.donor, self._options.parts)
-        if donor.peer is None or not (node.dialable or donor.dialable):
+        if self._wire.refuses(node, donor):
             delay = self._wire.refused_s(node, donor)
             self._world.later(delay, self._break, node, effect.nonce, Reason.UNREACHABLE)
         self._wire.release(node, effect.nonce)
 
     def serve(self, node: Node, effect: PushSnapshot) -> None:
         other, plane = self._world.node(effect.to), node.plane
-        if plane.copy is None:
-            self._world.post(0.0, node, SnapshotFailed(effect.nonce, Reason.NO_SNAPSHOT))
+        if plane.copy is None or effect.nonce in plane.outgoing:
+            reason = Reason.NO_SNAPSHOT if plane.copy is None else Reason.BUSY
+            self._world.post(0.0, node, SnapshotFailed(effect.nonce, reason))
             return
         plane.outgoing[effect.nonce] = Transfer(effect.to, self._options.parts)
         self._checks.serving(node)
@@ -66,18 +67,20 @@ class Snapshots:
         departs = self._world.now
         for part in range(self._options.parts):
             piece = plane.copy[self._options.slice_of(part)].copy()
-            departs = self._wire.send(node, other, stamp, self._piece_arrived, piece)
+            departs = self._wire.send(node, other, stamp, self._piece_arrived, part, piece)
         self._world.later(departs - self._world.now, self._served, node, effect.nonce)
 
     def _served(self, node: Node, nonce: bytes) -> None:
         if node.plane.outgoing.pop(nonce, None) is not None:
             self._world.post(0.0, node, SnapshotSent(nonce))
 
-    def _piece_arrived(self, node: Node, nonce: bytes, piece: Vector) -> None:
+    def _piece_arrived(self, node: Node, nonce: bytes, number: int, piece: Vector) -> None:
         transfer = node.plane.incoming.get(nonce)
         if transfer is None:
-            self._wire.hold(node, nonce, self._piece_arrived, piece)
+            self._wire.hold(node, nonce, self._piece_arrived, number, piece)
             return
+        if number != len(transfer.staged):
+            return  # a second copy of the transfer, because the request came twice
         transfer.staged.append(piece)
         if len(transfer.staged) < transfer.pieces:
             self._world.post(0.0, node, SnapshotProgressed(nonce))

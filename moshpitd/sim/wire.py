@@ -81,6 +81,16 @@ class Wire:
             return  # Close took it out of the queue
         if other.peer is None:
             return  # `died` has told the sender, or will
+        if (stuck := self._stuck_s(node, other, departs)) > 0.0:
+            lost = stuck > NOTICE_S
+            if node.incarnation == incarnation and not lost:
+                again = ((node, incarnation, departs), other, stamp, call, args)
+                self._world.later(stuck, self._arrive, *again)
+            elif lost:
+                for told in self.broken:
+                    told(node, key, other)
+                    told(other, key, node)
+            return
         if other.incarnation != linked_to:
             delay = self._links.latency(node.index, other.index)
             for told in self.broken:
@@ -99,9 +109,29 @@ class Wire:
         for call, args in node.plane.early.pop(key, []):
             call(node, key, *args)
 
+    def _stuck_s(self, node: Node, other: Node, departs: float) -> float:
+        """How much longer a part is on its way that should be here now: one end stands still, or a
+        partition is between them. Beyond NOTICE_S the link is given up."""
+        now = self._world.now
+        if node.thaws_at is not None and departs > node.frozen_at:
+            return max(node.thaws_at - now, 1e-6)
+        if other.thaws_at is not None:
+            return max(other.thaws_at - now, 1e-6)
+        between = self._links.apart(node.index, other.index) if self._links.parted else None
+        if between is None:
+            return 0.0
+        return between.until - now + self._links.latency(node.index, other.index)
+
+    def refuses(self, node: Node, other: Node) -> bool:
+        """Can neither of these two open a link to the other?"""
+        there = other.dialable and self._links.reaches(node.index, other.index)
+        back = node.dialable and self._links.reaches(other.index, node.index)
+        return other.peer is None or not (there or back)
+
     def refused_s(self, node: Node, other: Node) -> float:
         """How long it takes `node` to find out that it gets no link to `other`."""
-        if other.peer is None and other.vanished:
+        apart = self._links.apart(node.index, other.index) is not None
+        if apart or (other.peer is None and other.vanished):
             return DIAL_TIMEOUT_S
         return 2.0 * self._links.latency(node.index, other.index)
 

@@ -28,6 +28,7 @@ from moshpitd.sim.faults import Options
 from moshpitd.sim.life import Life, make_nodes
 from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import MakePeer, Node, Participant, digest_of
+from moshpitd.sim.trouble import Trouble
 from moshpitd.sim.wire import DIAL_TIMEOUT_S
 
 REPORT_S = 1.0
@@ -71,6 +72,7 @@ class World:
         self.links = Links(options)
         self.directory = Directory(options)
         self.bulk = Bulk(self, self.links, self.checks, options)
+        self.trouble = Trouble(self, options)
         self.life = Life(self, options, make or _production)
         self._by_id = {node.peer_id: node for node in self.nodes}
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -79,6 +81,7 @@ class World:
         self._events = self._steps = 0
         self._notes: Counter[str] = Counter()
         self.life.populate()
+        self.trouble.populate()
         self.later(options.faults_s, self._settle)
 
     def run(self) -> Report:
@@ -129,6 +132,9 @@ class World:
     def tell(self, node: Node, event: Event, *, at_least: float = 0.0) -> None:
         """Hand `event` to the daemon on `node`, if one lives there, and carry out what it asks, in
         order."""
+        if node.thaws_at is not None:
+            node.backlog.append((event, at_least))
+            return
         peer, incarnation = node.peer, node.incarnation
         for watcher in self.watchers:
             watcher(node, event)
@@ -136,7 +142,7 @@ class World:
             return
         self._events += 1
         node.story.append((self.now, event))
-        node.clock = max(node.clock, node.clock_offset + self.now, at_least)
+        node.clock = max(node.clock, node.clock_at(self.now), at_least)
         try:
             peer.handle(event, node.clock)
             effects = peer.take_effects()
@@ -152,6 +158,12 @@ class World:
             self.checks.effect(node, effect)
             self._perform(node, effect)
         self._arm(node, peer)
+
+    def rearm(self, node: Node) -> None:
+        """Its timers counted on while it stood still."""
+        if node.peer is not None:
+            node.timer = None
+            self._arm(node, node.peer)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -170,15 +182,26 @@ class World:
             self.bulk.handle(node, effect)
 
     def _send(self, node: Node, effect: Send) -> None:
-        other = self._by_id.get(effect.to)
+        if node.liar is None:
+            self._send_to(node, effect.to, effect.message)
+            return
+        for to, message in node.liar.says(effect.to, effect.message):
+            self._send_to(node, to, message)
+
+    def _send_to(self, node: Node, to: str, message: Message) -> None:
+        other = self._by_id.get(to)
         if other is None:
-            self.post(0.0, node, Undelivered(effect.to, effect.message))
+            self.post(0.0, node, Undelivered(to, message))
             return
         delay, fate = self.links.delay(node.index, other.index), self.links.fate()
-        if not fate:
-            self.later(delay, self._deliver, node, node.incarnation, other, effect.message)
+        if not self.links.reaches(node.index, other.index):
+            if self.links.is_told():
+                self.post(DIAL_TIMEOUT_S, node, Undelivered(to, message))
+        elif not fate:
+            for after in self.links.delays(delay):
+                self.later(after, self._deliver, node, node.incarnation, other, message)
         elif fate == "reported":
-            self.post(REPORT_S, node, Undelivered(effect.to, effect.message))
+            self.post(REPORT_S, node, Undelivered(to, message))
 
     def _deliver(self, node: Node, incarnation: int, other: Node, message: Message) -> None:
         if other.peer is not None:
@@ -192,24 +215,33 @@ class World:
     def _stored(self, node: Node, incarnation: int, effect: Announce) -> None:
         """The record is stored even if its daemon died meanwhile: the directory is not told of
         that."""
-        works = self.directory.works()
+        works = self.directory.works() and not self.links.lonely(node.index)
         if works:
             self.directory.store(effect.key, effect.record, ttl_s=effect.ttl_s, now=self.now)
         self._tell_same(node, incarnation, Announced(effect.key, works))
 
     def _found(self, node: Node, incarnation: int, effect: LookUp) -> None:
-        if not self.directory.works():
+        if not self.directory.works() or self.links.lonely(node.index):
             self._tell_same(node, incarnation, Found(effect.key, (), ok=False))
             return
-        records = self.directory.find(effect.key, asker=node.peer_id, now=self.now)
+
+        def unseen(peer_id: str, stored_at: float) -> bool:
+            between = self.links.apart(node.index, self._by_id[peer_id].index)
+            return between is not None and stored_at >= between.at
+
+        records = self.directory.find(
+            effect.key, asker=node.peer_id, now=self.now,
+            unseen=unseen if self.links.parted else None,
+        )  # fmt: skip
         self._tell_same(node, incarnation, Found(effect.key, records))
 
     # -- time --------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        self.links.loss = 0.0
+        self.links.calm()
         self.bulk.cut = 0.0
         self.directory.calm()
+        self.trouble.calm()
         self.life.settle()
 
     def _tell_same(self, node: Node, incarnation: int, event: Event) -> None:
@@ -220,7 +252,7 @@ class World:
         deadline = peer.deadline()
         if deadline is None:
             return
-        at = max(deadline - node.clock_offset, self.now)
+        at = max(node.world_time(deadline), self.now)
         if node.timer is None or at < node.timer:
             node.timer = at
             self.later(at - self.now, self._tick, node, node.incarnation, at)
@@ -230,10 +262,12 @@ class World:
         if peer is None or node.incarnation != incarnation or node.timer != at:
             return  # that daemon is dead, or an earlier timer took this one's place
         node.timer = None
+        if node.thaws_at is not None:
+            return  # it is armed again when it wakes up
         deadline = peer.deadline()
         if deadline is None:
             return
-        if deadline - node.clock_offset > self.now + 1e-9:
+        if node.world_time(deadline) > self.now + 1e-9:
             self._arm(node, peer)  # it was moved to later since
             return
         node.ticks_there = node.ticks_there + 1 if node.ticked_at == self.now else 0

@@ -21,8 +21,9 @@ from moshpitd.core.effects import Average, Effect, LoadSnapshot, Open, Push, Sen
 from moshpitd.core.events import Contributed, Event
 from moshpitd.core.messages import Begin
 from moshpitd.core.outcome import Outcome, Status
-from moshpitd.sim.faults import Options, draw, plan
+from moshpitd.sim.faults import Options, draw
 from moshpitd.sim.nodes import Node, Vector
+from moshpitd.sim.plan import plan
 from moshpitd.sim.world import Report, World
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ Trigger: TypeAlias = Callable[[World, Node, Event | Effect], Node | None]
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_fifty_peers_with_random_faults(seed: int) -> None:
     """Safety after every event, then every survivor completes rounds once the faults stop."""
-    report = World(draw(seed, peers=50)).run()
+    report = World(draw(seed, peers=50, faults_s=30.0)).run()
     assert report.outcomes["complete"] > 0
 
 
@@ -56,7 +57,7 @@ def _digest_elsewhere(seed: int, hash_seed: str) -> str:
     program = (
         "from moshpitd.sim.faults import draw\n"
         "from moshpitd.sim.world import World\n"
-        f"print(World(draw({seed}, peers=50)).run().digest)"
+        f"print(World(draw({seed}, peers=30, faults_s=20.0)).run().digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -66,10 +67,14 @@ def _digest_elsewhere(seed: int, hash_seed: str) -> str:
     return done.stdout.strip()
 
 
+def small(seed: int) -> Options:
+    return draw(seed, peers=30, faults_s=20.0)
+
+
 def test_two_runs_of_one_seed_are_the_same_byte_for_byte() -> None:
-    first, second = World(draw(2, peers=50)).run(), World(draw(2, peers=50)).run()
+    first, second = World(small(2)).run(), World(small(2)).run()
     assert first == second
-    assert first.digest != World(draw(4, peers=50)).run().digest
+    assert first.digest != World(small(4)).run().digest
 
 
 def test_the_order_of_hashes_changes_nothing() -> None:
@@ -77,18 +82,19 @@ def test_the_order_of_hashes_changes_nothing() -> None:
 
 
 def test_a_fault_does_not_shift_the_draws_of_another() -> None:
-    options = replace(draw(1), kills=0.5, drains=0.0, trainer_deaths=0.0, vanish=0.0)
+    calm = Options(seed=1, faults_s=60.0)
+    options = replace(calm, kills=0.5)
     kills = plan(options)
     more = plan(replace(options, drains=0.5, trainer_deaths=0.5))
     assert [fault for fault in more if fault.what == "kill"] == kills
     assert len(more) > len(kills)
     silent = plan(replace(options, vanish=1.0))
     assert [replace(fault, silent=False) for fault in silent] == kills
-    calm, lossy = World(options), World(replace(options, loss=0.5, hidden=0.5, cut=0.5))
-    assert [node.clock_offset for node in calm.nodes] == [node.clock_offset for node in lossy.nodes]
-    assert [calm.links.delay(0, i) for i in range(50)] == [
-        lossy.links.delay(0, i) for i in range(50)
-    ]
+    still, lossy = World(options), World(replace(options, loss=0.5, hidden=0.5, cut=0.5))
+    offsets = [[node.clock_offset for node in world.nodes] for world in (still, lossy)]
+    assert offsets[0] == offsets[1]
+    delays = [[world.links.delay(0, i) for i in range(50)] for world in (still, lossy)]
+    assert delays[0] == delays[1]
 
 
 # -- n peers that nothing disturbs -----------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""What the verbs of `sim` share: work spread over processes under one progress bar, and files
+written or refused with a sentence. One rule: results come back in the order of the jobs, whoever
+was faster, so that output depends on the seeds alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moshpitd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+PROCESSES = 2
+"""More share the caches and memory of a small machine; a flag raises it."""
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def spread(
+    work: Callable[[Job], Result], jobs: Sequence[Job], *, title: str, processes: int
+) -> list[Result]:
+    """`work(job)` for every job. The first exception ends it, with what runs being waited for."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+
+    results: dict[int, Result] = {}
+    with _bar() as bar:
+        task = bar.add_task(title, total=len(jobs))
+        if processes <= 1:
+            for number, job in enumerate(jobs):
+                results[number] = work(job)
+                bar.advance(task)
+        else:
+            # spawn, because the bar draws from a thread and a fork would copy its locks.
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
+                numbers = {pool.submit(work, job): number for number, job in enumerate(jobs)}
+                try:
+                    for done in as_completed(numbers):
+                        results[numbers[done]] = done.result()
+                        bar.advance(task)
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+    return [results[number] for number in range(len(jobs))]
+
+
+def check_range(key: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{value} is out of range", key=key, expected=f"{low}..{high}")
+
+
+def check_folder(key: str, path: Path | None) -> None:
+    """Before minutes of work: can the result be written there at all?"""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: no such directory", key=key)
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {os.strerror(error.errno or 0)}", key="--json") from None
+
+
+def _bar() -> Progress:
+    """On stderr, so that what is printed on stdout can be piped."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
