@@ -50,7 +50,7 @@ from moshpitd.core.quiet import Quiet
 from moshpitd.core.standing import Standing
 from moshpitd.core.succession import Succession, bandwidths_of
 from moshpitd.core.takeover import Takeovers
-from moshpitd.core.verdict import Lane, inside_all, verdict
+from moshpitd.core.verdict import Lane, mean_weight, verdict
 
 
 @dataclass(slots=True)
@@ -130,7 +130,6 @@ class Round:
         self._settle(now)
 
     def handle(self, event: object, now: float) -> None:
-        """A data-plane event of this group."""
         if self.finished is not None:
             return
         st = self.st
@@ -183,7 +182,7 @@ class Round:
                 for part in message.parts:
                     if self._reduces(index, part, message.epoch):
                         st.give_up(part, message.reason)
-                st.detail(f"{self._cause(message.reason)} at its reducer {sender}")
+                st.detail(f"{self.st.cause(message.reason)} at its reducer {sender}")
             case Missing():
                 self.takeovers.missing(index, message)
             case TakeOver():
@@ -251,12 +250,7 @@ class Round:
         return min(times)
 
     def mean_weight(self) -> float:
-        """A member's weight in the next round of a sweep: what was averaged, shared by all who now
-        hold it. Keeping own weights is not exact (2x2 grid, x = 1,2,5,9, w = 1,3,1,1: 4.375 and
-        3.0625 instead of 3.5)."""
-        counted = inside_all(self.group, self.st.contributors(), parts=len(self.part_sizes))
-        total = sum(m.weight for i, m in enumerate(self.group.members) if counted >> i & 1)
-        return total / len(self.group.members)
+        return mean_weight(self.group, self.st.contributors(), parts=len(self.part_sizes))
 
     def parts_done(self) -> int:
         return len(self.part_sizes) - self.st.missing
@@ -312,7 +306,7 @@ class Round:
     def _on_failed(self, event: PartFailed) -> None:
         st = self.st
         detail = f" ({event.detail})" if event.detail else ""
-        st.detail(f"part {event.part}: {self._cause(event.reason)}{detail}")
+        st.detail(f"part {event.part}: {self.st.cause(event.reason)}{detail}")
         if event.result:
             mine = event.part in st.awaiting and event.epoch == st.epoch(event.part)
             if mine or st.closing.get(event.part) == event.epoch:
@@ -498,10 +492,6 @@ class Round:
             self.lingering = lingering
         else:
             self.st.effects.append(Close(self.group.group_id))
-
-    def _cause(self, reason: Reason) -> str:
-        """The reason in words that name what is to be looked at."""
-        return f"{reason.value}, {self.group.codec}" if reason is Reason.CODEC else reason.value
 
 
 def _held(event: Averaged | ResultArrived) -> Held:

@@ -214,6 +214,10 @@ class Standing:
         if parts and to != self.index and self.alive(to):
             self.effects.append(Push(self.group_id, to, parts, result, epoch))
 
+    def cause(self, reason: Reason) -> str:
+        """The reason in words that name what is to be looked at."""
+        return f"{reason.value}, {self.group.codec}" if reason is Reason.CODEC else reason.value
+
     def detail(self, sentence: str) -> None:
         if len(self.details) < MAX_DETAILS and sentence not in self.details:
             self.details.append(sentence)

@@ -84,6 +84,15 @@ def inside_all(group: Group, contributors: Mapping[int, int], *, parts: int) -> 
     return inside if contributors or not parts else 0
 
 
+def mean_weight(group: Group, contributors: Mapping[int, int], *, parts: int) -> float:
+    """A member's weight in the next round of a sweep: what was averaged, shared by all who now
+    hold it. Keeping own weights is not exact (2x2 grid, x = 1,2,5,9, w = 1,3,1,1: 4.375 and 3.0625
+    instead of 3.5)."""
+    counted = inside_all(group, contributors, parts=parts)
+    total = sum(m.weight for i, m in enumerate(group.members) if counted >> i & 1)
+    return total / len(group.members)
+
+
 def bits_of(mask: int) -> list[int]:
     """Positions of the set bits, lowest first."""
     return [i for i in range(mask.bit_length()) if mask >> i & 1]
