@@ -395,12 +395,11 @@ class Round:
             if st.is_open(part) and st.now_reduces[part] != self.index:
                 st.give_up(part, Reason.TIMEOUT)
         if self.expired:  # the data plane has had its time too
-            parts = tuple(p for p in range(st.parts()) if st.is_open(p))
             st.closing.clear()
+            parts = tuple(p for p in range(st.parts()) if st.is_open(p))
             for part in parts:
                 st.give_up(part, Reason.TIMEOUT)
-            if parts:
-                st.tell(NoResult(self.group.group_id, Reason.TIMEOUT, 0, parts))
+                st.tell(NoResult(self.group.group_id, Reason.TIMEOUT, st.epoch(part), (part,)))
         self.expired = True
         self.deadline_at += self.params.parity_timeout_s
 

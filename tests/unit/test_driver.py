@@ -15,7 +15,7 @@ from moshpitd.core.messages import Goodbye, Hello, Lineage, Message, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.peer import Peer
-from moshpitd.daemon.driver import DRAIN_AT_ONCE, WAITING_PER_PEER, Driver
+from moshpitd.daemon.driver import DRAIN_AT_ONCE, SENT_AT_ONCE, WAITING_PER_PEER, Driver
 from moshpitd.errors import Unreachable
 
 FAST = Params(answer_timeout_s=0.1, window_s=0.3, settle_s=0.01, attempt_timeout_s=1.0)
@@ -137,6 +137,31 @@ async def test_messages_to_one_peer_keep_their_order() -> None:
     to_other = [message for to, message in outside.said if to == "other"]
     assert len(to_other) >= 5
     assert {to for to, _ in outside.said} == {"other", *(f"p{number}" for number in range(5))}
+    await driver.close()
+
+
+async def test_a_few_messages_are_on_their_way_to_one_peer_at_once_and_begin_in_order() -> None:
+    outside = Outside(hold=asyncio.Event())
+    begun: list[Message] = []
+    send = outside.send
+
+    async def counted(run: str, to: str, message: Message) -> None:
+        begun.append(message)
+        await send(run, to, message)
+
+    outside.send = counted  # type: ignore[method-assign]
+    driver = Driver(Recorded(), outside)
+    said = [Goodbye(reason) for reason in list(Reason)[:7]]
+    for message in said:
+        driver._send("other", message)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert begun == said[:SENT_AT_ONCE], "nobody was acknowledged, and no more than a few wait"
+    assert outside.hold is not None
+    outside.hold.set()
+    await driver.flush(1.0)
+    assert begun == said
+    assert sorted(map(repr, outside.said)) == sorted(repr(("other", one)) for one in said)
     await driver.close()
 
 
