@@ -13,14 +13,18 @@ One rule: the core decides *when* a part is closed; *who* is in it is what the d
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 
+from moshpitd.core.audit import Audits
 from moshpitd.core.balance import assign_reducers
 from moshpitd.core.comparison import Comparison
 from moshpitd.core.effects import Close, Effect, Open
 from moshpitd.core.events import (
+    AuditArrived,
     Averaged,
     Barred,
+    Checked,
     LinkLost,
     Listened,
     PartArrived,
@@ -31,9 +35,10 @@ from moshpitd.core.events import (
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.messages import (
     Again,
+    Audit,
+    Audited,
     Crcs,
     Group,
-    Held,
     Message,
     Missing,
     NoResult,
@@ -46,6 +51,7 @@ from moshpitd.core.messages import (
 )
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
+from moshpitd.core.parts import Parts
 from moshpitd.core.quiet import Quiet
 from moshpitd.core.standing import Standing
 from moshpitd.core.succession import Succession, bandwidths_of
@@ -66,6 +72,7 @@ class Round:
     started: float
     deadline_at: float
     quiet: Quiet
+    rng: random.Random
     index: int = -1
     listened_at: float | None = None  # when the data plane last said whom it heard
     parity_sent_at: float | None = None
@@ -76,6 +83,8 @@ class Round:
     st: Standing = field(init=False)
     takeovers: Takeovers = field(init=False)
     comparison: Comparison = field(init=False)
+    audits: Audits = field(init=False)
+    parts: Parts = field(init=False)
 
     def __post_init__(self) -> None:
         members = self.group.members
@@ -94,6 +103,8 @@ class Round:
         )
         self.takeovers = Takeovers(self.st)
         self.comparison = Comparison(self.st)
+        self.audits = Audits(self.st, self.rng)
+        self.parts = Parts(self.st, self.takeovers, self.comparison)
 
     @property
     def effects(self) -> list[Effect]:
@@ -140,16 +151,21 @@ class Round:
                 if event.epoch == st.epoch(event.part):
                     st.clear(event.part, event.sender)
             case PartRefused():
-                self._on_refused(event)
+                self.parts.refused(event)
             case Averaged():
-                self._on_averaged(event)
+                self.parts.averaged(event)
             case ResultArrived():
                 self._touch(event.sender, now)
-                self._on_result(event)
+                self.parts.arrived(event)
             case PartFailed():
-                self._on_failed(event)
+                self.parts.failed(event)
             case Barred():
                 self.takeovers.barred(event)
+            case AuditArrived():
+                self._touch(event.sender, now)
+                self.audits.arrived(event)
+            case Checked():
+                self.audits.checked(event)
             case Listened():
                 self._on_listened(event, now)
             case LinkLost():
@@ -180,7 +196,7 @@ class Round:
                     self._mute(index, message.reason)
             case NoResult():
                 for part in message.parts:
-                    if self._reduces(index, part, message.epoch):
+                    if self.parts.reduces(index, part, message.epoch):
                         st.give_up(part, message.reason)
                 st.detail(f"{self.st.cause(message.reason)} at its reducer {sender}")
             case Missing():
@@ -199,6 +215,10 @@ class Round:
                 self.comparison.parity(index)
             case Crcs():
                 self.comparison.heard(index, message)
+            case Audit():
+                self.audits.asked(index, message)
+            case Audited():
+                self.audits.told_by(index, message)
             case _:
                 pass
         self._settle(now)
@@ -241,7 +261,9 @@ class Round:
                 times.append(lane.progress_at + self.params.part_timeout_s)
             if lane.owes_results:
                 times.append(lane.progress_at + self.params.result_timeout_s)
-        if self.parity_sent_at is None:
+        if self.audits.until is not None:
+            times.append(self.audits.until)
+        elif self.parity_sent_at is None:
             times.append(self.deadline_at)
         elif self.comparison.until is not None:
             times.append(self.comparison.until)
@@ -254,71 +276,6 @@ class Round:
 
     def parts_done(self) -> int:
         return len(self.part_sizes) - self.st.missing
-
-    # -- parts
-
-    def _reduces(self, index: int, part: int, epoch: int) -> bool:
-        st = self.st
-        return (
-            st.is_open(part)
-            and st.now_reduces[part] == index != self.index
-            and st.epoch(part) == epoch
-        )
-
-    def _on_averaged(self, event: Averaged) -> None:
-        st = self.st
-        if st.closing.get(event.part) != event.epoch:
-            return
-        del st.closing[event.part]
-        if not st.is_open(event.part):
-            return
-        st.put(_held(event))
-        if event.epoch == st.epoch(event.part):
-            for to in st.others():
-                st.push(to, (event.part,), result=True, epoch=event.epoch)
-
-    def _on_result(self, event: ResultArrived) -> None:
-        st = self.st
-        if not 0 <= event.part < st.parts() or event.sender == self.index:
-            return
-        known = st.results.get(event.part)
-        if known is not None and known.epoch > event.epoch:
-            return
-        st.put(_held(event))
-        self.takeovers.arrived(event.part)
-        self.comparison.arrived(event.part)
-
-    def _on_refused(self, event: PartRefused) -> None:
-        """The data plane would not have what a member sent."""
-        st = self.st
-        if not 0 <= event.sender < len(st.lanes) or event.sender == self.index:
-            return
-        st.detail(f"{event.reason.value}: {event.detail}" if event.detail else event.reason.value)
-        if not event.result:
-            st.clear(event.part, event.sender)
-            return
-        if event.epoch == st.epoch(event.part):
-            self.comparison.failed(event.part)
-        self.takeovers.failed([event.part], event.sender)
-        if self._reduces(event.sender, event.part, event.epoch):
-            self.takeovers.leave([event.part], event.reason)
-
-    def _on_failed(self, event: PartFailed) -> None:
-        st = self.st
-        detail = f" ({event.detail})" if event.detail else ""
-        st.detail(f"part {event.part}: {self.st.cause(event.reason)}{detail}")
-        if event.result:
-            mine = event.part in st.awaiting and event.epoch == st.epoch(event.part)
-            if mine or st.closing.get(event.part) == event.epoch:
-                st.closing.pop(event.part, None)
-                st.give_up(event.part, event.reason)
-                st.tell(NoResult(self.group.group_id, event.reason, event.epoch, (event.part,)))
-        elif 0 <= event.part < st.parts():
-            # Ours to reduce: then the data plane leaves us out of it by itself.
-            st.send(
-                st.now_reduces[event.part],
-                Without(self.group.group_id, event.reason, (event.part,)),
-            )
 
     # -- members
 
@@ -379,6 +336,7 @@ class Round:
         self._mute(index, reason)
         self.takeovers.gone(index)
         self.comparison.gone(index)
+        self.audits.gone(index)
         self.takeovers.leave(self.st.open_of(index), reason)
 
     def _expire(self) -> None:
@@ -409,6 +367,9 @@ class Round:
         st = self.st
         if self.finished is not None or st.missing or st.closing:
             return
+        if self.audits.until is not None:
+            self._finish(now)
+            return
         if self.parity_sent_at is None:
             self._say_parity(now)
         comparison = self.comparison
@@ -416,7 +377,7 @@ class Round:
             if self.st.unheard() and now < self._patience() and not comparison.votes:
                 return
             if not comparison.wanted():
-                self._end(now, self._outcome())
+                self._finish(now)
                 return
             comparison.start(now)
         if comparison.open(now):
@@ -432,6 +393,15 @@ class Round:
             self._say_parity(now)
         if self.st.unheard() and now < (comparison.until or now):
             return
+        self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        """Nothing more comes or changes, unless some of it is checked."""
+        if self.group.audit_fraction > 0:
+            if self.audits.until is None:
+                self.audits.start(now)
+            if not self.audits.over(now):
+                return
         self._end(now, self._outcome())
 
     def _say_parity(self, now: float) -> None:
@@ -491,10 +461,3 @@ class Round:
             self.lingering = lingering
         else:
             self.st.effects.append(Close(self.group.group_id))
-
-
-def _held(event: Averaged | ResultArrived) -> Held:
-    mask = 0
-    for i in event.contributors:
-        mask |= 1 << i
-    return Held(event.part, event.epoch, mask, event.crc)

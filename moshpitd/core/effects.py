@@ -109,6 +109,33 @@ class Await:
 
 
 @dataclass(frozen=True, slots=True)
+class PushAudit:
+    """Send what we contributed to these parts, as it was, to member `to` once more."""
+
+    group_id: bytes
+    to: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAudit:
+    """We check these parts: add up what their contributors push as audits; answer `AuditArrived`
+    for each."""
+
+    group_id: bytes
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """All that we asked for the part is here: compare its mean with what is in place, within the
+    codec's bound; answer `Checked`."""
+
+    group_id: bytes
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The round is over for us: free accumulators, payloads and queued pushes of this group."""
 
@@ -200,6 +227,7 @@ NOTES = {
     "takeover_started": "we take over parts of a reducer (reason, epoch, parts)",
     "part_taken_over": "nobody held a result of a part: contributions are pushed again (part)",
     "part_repaired": "our result of a part was another than the majority's (part)",
+    "audit_failed": "a part's result is not the mean of its contributors (part, its reducer)",
     "woke": "this daemon stood still for longer than a silence may last (slept_s)",
     "part_without_result": "a part keeps local values (part, reason)",
     "round_ended": "a round is over (outcome, sizes, parts, seconds per phase, version)",
@@ -227,6 +255,9 @@ Effect: TypeAlias = (
     | Bar
     | HandOver
     | Await
+    | PushAudit
+    | OpenAudit
+    | Check
     | Close
     | FetchSnapshot
     | PushSnapshot

@@ -173,6 +173,25 @@ class Barred:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditArrived:
+    """A contribution to a part that we check is here, whole."""
+
+    group_id: bytes
+    part: int
+    sender: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A part that we check was compared. Not `right`: `detail` says by how much it differs."""
+
+    group_id: bytes
+    part: int
+    right: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Listened:
     """From these peers bytes came since this was last said. Told every fraction of a second while a
     round is open, also when nobody was heard; links are pinged meanwhile, so a live one is never
@@ -287,6 +306,8 @@ Event: TypeAlias = (
     | Averaged
     | ResultArrived
     | Barred
+    | AuditArrived
+    | Checked
     | Listened
     | PartFailed
     | SnapshotArrived

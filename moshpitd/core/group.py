@@ -10,7 +10,14 @@ from dataclasses import replace
 from moshpitd.core.messages import Group, Join, Member
 
 
-def form_group(leader: Join, joins: Sequence[Join], *, nonce: int, codec: str) -> Group:
+def form_group(
+    leader: Join,
+    joins: Sequence[Join],
+    *,
+    nonce: int,
+    codec: str,
+    audit_fraction: float = 0.0,
+) -> Group:
     """The group of a leader (described like a Join of its own) and of those that joined it.
 
     A newcomer whose snapshot is older than the group's latest member contributes nothing: it
@@ -32,6 +39,7 @@ def form_group(leader: Join, joins: Sequence[Join], *, nonce: int, codec: str) -
         members=tuple(
             replace(m, weight=0.0) if m.newcomer and m.version < latest else m for m in members
         ),
+        audit_fraction=audit_fraction,
     )
     return replace(group, group_id=group_id_of(group))
 
@@ -62,6 +70,7 @@ def group_id_of(group: Group) -> bytes:
         group.schema.hex(),
         f"{group.lineage.founder}:{group.lineage.digest.hex()}",
         group.codec,
+        repr(float(group.audit_fraction)),
     ]
     lines += [
         f"{m.peer_id} {m.attempt} {float(m.weight)!r} {m.version} {int(m.newcomer)} "

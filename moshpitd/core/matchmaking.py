@@ -415,7 +415,13 @@ class Attempt:
     def _begin(self) -> None:
         mine = Join(self.key, self.number, self.me, self.weight, self.newcomer)
         joins = [c.join for c in self.candidates.values() if c.answer is Answer.JOINED and c.join]
-        self.group = form_group(mine, joins, nonce=self.nonce, codec=self.codec)
+        self.group = form_group(
+            mine,
+            joins,
+            nonce=self.nonce,
+            codec=self.codec,
+            audit_fraction=self.params.audit_fraction,
+        )
         heavy = outliers(self.group.members, self.params)
         if self.me.peer_id in heavy:
             self.group = None
@@ -426,7 +432,13 @@ class Attempt:
                 joins.remove(join)
                 no = Declined(self.key, join.attempt, Reason.WEIGHT, self.me)
                 self._send(join.record.peer_id, no)
-            self.group = form_group(mine, joins, nonce=self.nonce, codec=self.codec)
+            self.group = form_group(
+                mine,
+                joins,
+                nonce=self.nonce,
+                codec=self.codec,
+                audit_fraction=self.params.audit_fraction,
+            )
         for join in joins:
             self._send(join.record.peer_id, Begin(self.group))
 

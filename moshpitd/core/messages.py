@@ -162,6 +162,7 @@ class Group:
     lineage: Lineage
     codec: str
     members: tuple[Member, ...] = field(metadata={"max": 64})
+    audit_fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +286,23 @@ class Crcs:
     crcs: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """I check the reducer of these parts: push to me what you contributed to them."""
+
+    group_id: bytes
+    parts: tuple[int, ...] = field(metadata={"max": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """I have checked the parts that I chose. The results of `wrong` are not the mean of what their
+    contributors sent me."""
+
+    group_id: bytes
+    wrong: tuple[int, ...] = field(default=(), metadata={"max": 65536})
+
+
 # -- snapshots
 
 
@@ -380,6 +398,8 @@ Message: TypeAlias = (
     | Again
     | Resend
     | Crcs
+    | Audit
+    | Audited
 )
 
 # The position is the kind on the wire: append only.
@@ -409,4 +429,6 @@ MESSAGES: tuple[type, ...] = (
     Again,
     Resend,
     Crcs,
+    Audit,
+    Audited,
 )

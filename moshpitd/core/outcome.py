@@ -46,6 +46,7 @@ class Reason(StrEnum):
     PART_SIZE = "wrong_part_size"
     BUCKET_MODIFIED = "bucket_modified"
     PARITY = "parity_differs"
+    AUDIT = "audit_failed"
     NORM = "norm_out_of_range"
     EXCLUDED = "excluded_meanwhile"
     # why a whole attempt ends without a group

@@ -49,6 +49,10 @@ class Params:
     parity_timeout_s: float = 2.0
     """Bound on waiting for the members' last messages; by then all results are here, only the
     comparison is late."""
+    audit_fraction: float = 0.0
+    """Share of the parts that a second member reduces too and compares (0..1). Off by default: it
+    keeps a copy of every contribution and costs that share of another exchange; for swarms that
+    cannot trust each other."""
     round_timeout_s: float = 600.0
     """Hard end of one exchange, whatever progress it makes: 100 GB at 1.4 Gb/s."""
     found_fresh_s: float = 10.0
@@ -100,6 +104,7 @@ class Params:
         for key, low, high in (
             ("ttl_s", 240.0, 86_400.0),  # clocks and DHT replication need that much slack
             ("max_parts", 1, 1 << 24),
+            ("audit_fraction", 0.0, 1.0),
             ("max_weight", 1, 1 << 53),  # beyond it a float64 no longer holds every integer
             ("max_strikes", 1.0, 1e6),
             ("max_group", 2, 64),

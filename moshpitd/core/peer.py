@@ -25,6 +25,8 @@ from moshpitd.core.grid import PEERS_KEY, is_flat
 from moshpitd.core.messages import (
     Accepted,
     Again,
+    Audit,
+    Audited,
     Begin,
     Crcs,
     Declined,
@@ -66,6 +68,7 @@ from moshpitd.core.work import Conductor, Work
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
 OF_A_ROUND = (
     NotMember, Without, NoResult, Parity, Missing, TakeOver, Promise, Again, Resend, Crcs,
+    Audit, Audited,
 )  # fmt: skip
 QUESTIONS = (Missing, TakeOver, Resend)  # somebody waits for an answer
 EARLY = 128
@@ -445,6 +448,8 @@ class Peer:
                 | ev.ResultArrived()
                 | ev.PartFailed()
                 | ev.Barred()
+                | ev.AuditArrived()
+                | ev.Checked()
             ):
                 if current is not None and event.group_id == current.group.group_id:
                     if isinstance(event, ev.PartRefused) and 0 <= event.sender < len(

@@ -349,6 +349,7 @@ class Conductor:
             started=now,
             deadline_at=min(work.deadline_at, now + self.state.params.round_timeout_s),
             quiet=self.state.quiet,
+            rng=self.state.rng,
         )
         work.round, work.phase_at = current, now
         current.start(now)
@@ -378,6 +379,8 @@ class Conductor:
         self._end_phase(work, "exchange", parity_at)
         work.seconds["parity"] = work.seconds.get("parity", 0.0) + max(0.0, now - parity_at)
         group = current.group
+        for index in current.audits.strikes:
+            self.state.strike(group.members[index].peer_id, Reason.AUDIT, now)
         self.state.place.finished(group, current.index)
         if outcome.accepted:
             work.accepted += 1
@@ -401,7 +404,8 @@ class Conductor:
             work.worst = outcome
         go_on = (
             outcome.status is not Status.FAILED
-            and outcome.reason is not Reason.PARITY  # what is in the bucket there is in dispute
+            and outcome.reason
+            not in (Reason.PARITY, Reason.AUDIT)  # what is in the bucket there is in dispute
             and work.rounds_left > 0
             and now < work.deadline_at
         )

@@ -24,7 +24,7 @@ HEADER_BYTES = _LAYOUT.size
 
 
 class FrameKind(IntEnum):
-    """What a frame carries. The first four belong to the caller, the others to the links
+    """What a frame carries. The first five belong to the caller, the others to the links
     themselves.
     """
 
@@ -34,6 +34,8 @@ class FrameKind(IntEnum):
     # A result in raw values from a bucket: 8 bytes with the crc32 of the payload it was made from,
     # then the values.
     HANDOVER = 4
+    # A contribution once more, for a member that checks the part's reducer.
+    AUDIT = 5
     # First frame in both directions; its payload is the PeerID that the sender believes it talks
     # to.
     HELLO = 16
@@ -45,7 +47,13 @@ class FrameKind(IntEnum):
 
 
 CALLER_KINDS = frozenset(
-    {FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.SNAPSHOT, FrameKind.HANDOVER}
+    {
+        FrameKind.CONTRIBUTION,
+        FrameKind.RESULT,
+        FrameKind.SNAPSHOT,
+        FrameKind.HANDOVER,
+        FrameKind.AUDIT,
+    }
 )
 
 

@@ -45,6 +45,7 @@ class Exchange:
     results: dict[int, tuple[float, tuple[int, ...], int]] = field(default_factory=dict)
     closed: set[tuple[int, int]] = field(default_factory=set)
     awaited: set[tuple[int, int, int]] = field(default_factory=set)  # (sender, part, epoch)
+    audits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Node:
     values: dict[str, list[float]]  # trainer -> one float per part
     exchanges: dict[bytes, Exchange] = field(default_factory=dict)
     over: set[bytes] = field(default_factory=set)
-    early: dict[bytes, list[Contribution | Result]] = field(default_factory=dict)
+    early: dict[bytes, list[Contribution | Audited | Result]] = field(default_factory=dict)
     opened: list[ef.Open] = field(default_factory=list)
     attempts: int = 0
     snapshot: tuple[int, list[float]] | None = None
@@ -76,6 +77,17 @@ class Contribution:
 
 
 @dataclass(frozen=True)
+class Audited:
+    """A contribution on its way to whoever checks its reducer."""
+
+    group_id: bytes
+    part: int
+    sender: int
+    value: float
+    weight: float
+
+
+@dataclass(frozen=True)
 class Result:
     """A part on its way back, or handed over by whoever holds it."""
 
@@ -88,7 +100,7 @@ class Result:
     epoch: int = 0
 
 
-Item = ev.Event | Contribution | Result
+Item = ev.Event | Contribution | Audited | Result
 
 
 class Hands:
@@ -119,6 +131,7 @@ class Hands:
         self.drop: Callable[[str, str, object], bool] = lambda sender, to, what: False
         self.hold: Callable[[str, str, Message], bool] = lambda sender, to, message: False
         self.change: Callable[[str, str, Message], Message] = lambda sender, to, message: message
+        self.spoil: Callable[[str, int, float], float] = lambda name, part, mean: mean
         self.lie: Callable[[str, str, int, float], float] = lambda name, to, part, value: value
         self.snapshot_fault: dict[str, str] = {}  # donor -> "corrupt" | "hang" | "fail"
         self.average_fault: dict[tuple[str, int], Reason | None] = {}  # (name, part); None: silence
@@ -357,7 +370,7 @@ class Hands:
 
     def _give(self, name: str, event: Item) -> None:
         node = self.nodes[name]
-        if isinstance(event, Contribution | Result):
+        if isinstance(event, Contribution | Audited | Result):
             self._land(name, node, event)
             return
         node.peer.handle(event, self.now)
@@ -390,7 +403,7 @@ class Hands:
                 node.attempts += effect.what == "attempt_started"
             case (
                 ef.Open() | ef.Push() | ef.Average() | ef.Bar() | ef.HandOver() | ef.Await()
-                | ef.Close()
+                | ef.PushAudit() | ef.OpenAudit() | ef.Check() | ef.Close()
             ):  # fmt: skip
                 self._exchange(name, node, effect)
             case _:
@@ -440,6 +453,12 @@ class Hands:
             case ef.Await():
                 exchange = node.exchanges[effect.group_id]
                 exchange.awaited |= {(effect.sender, p, effect.epoch) for p in effect.parts}
+            case ef.PushAudit():
+                self._push_audit(name, node, effect)
+            case ef.OpenAudit():
+                node.exchanges[effect.group_id].audits |= {part: [] for part in effect.parts}
+            case ef.Check():
+                self._check(name, node, effect)
             case ef.Close():
                 node.exchanges.pop(effect.group_id, None)
                 node.over.add(effect.group_id)
@@ -482,12 +501,17 @@ class Hands:
             )  # fmt: skip
             self.tell(to, item, origin=name, plane="bulk")
 
-    def _land(self, name: str, node: Node, item: Contribution | Result) -> None:
+    def _land(self, name: str, node: Node, item: Contribution | Audited | Result) -> None:
         """A contribution reaches its reducer's accumulator, or a result the bucket."""
         exchange = node.exchanges.get(item.group_id)
         if exchange is None:
             if item.group_id not in node.over:
                 node.early.setdefault(item.group_id, []).append(item)  # before Begin: held
+            return
+        if isinstance(item, Audited):
+            if item.part in exchange.audits:
+                exchange.audits[item.part].append((item.value, item.weight))
+                self._give(name, ev.AuditArrived(item.group_id, item.part, item.sender))
             return
         part, epoch = item.part, item.epoch
         succession = Succession(exchange.open.group, exchange.open.reducers)
@@ -526,6 +550,27 @@ class Hands:
         )
         self.tell(name, event)
 
+    def _push_audit(self, name: str, node: Node, effect: ef.PushAudit) -> None:
+        exchange = node.exchanges[effect.group_id]
+        opened = exchange.open
+        to = opened.group.members[effect.to].peer_id
+        for part in effect.parts:
+            if to in self.nodes and not self.drop(name, to, (effect, part)):
+                item = Audited(
+                    effect.group_id, part, opened.index, exchange.own[part], opened.weight
+                )
+                self.tell(to, item, origin=name, plane="bulk")
+
+    def _check(self, name: str, node: Node, effect: ef.Check) -> None:
+        exchange = node.exchanges[effect.group_id]
+        given = list(exchange.audits[effect.part])
+        value, inside, _ = exchange.results[effect.part]
+        if exchange.open.index in inside:
+            given.append((exchange.own[effect.part], exchange.open.weight))
+        mean = sum(v * w for v, w in given) / sum(w for _, w in given)
+        right = abs(mean - value) <= 1e-9 * max(1.0, abs(mean))
+        self.tell(name, ev.Checked(effect.group_id, effect.part, right, f"{mean} is not {value}"))
+
     def _average(self, name: str, node: Node, effect: ef.Average) -> None:
         exchange = node.exchanges[effect.group_id]
         part, index, epoch = effect.part, exchange.open.index, effect.epoch
@@ -552,7 +597,7 @@ class Hands:
             failed = ev.PartFailed(effect.group_id, part, reason, result=True, epoch=epoch)
             self.tell(name, failed)
             return
-        mean, who = value / total, tuple(sorted(inside))
+        mean, who = self.spoil(name, part, value / total), tuple(sorted(inside))
         self._put_in_place(node, exchange, part, mean, who, epoch)
         self.tell(name, ev.Averaged(effect.group_id, part, who, crc_of(mean), epoch))
 

@@ -248,6 +248,15 @@ def excluded() -> Hands:
     return hands
 
 
+def audit() -> Hands:
+    hands = Hands(3, params=Params(audit_fraction=1.0))
+    hands.attach_all()
+    hands.spoil = lambda name, part, mean: mean + 1.0
+    hands.start()
+    hands.finish()
+    return hands
+
+
 SCENES: dict[Reason, Callable[[], Hands]] = {
     Reason.NO_TRAINER: no_trainer,
     Reason.NOT_READY: not_ready,
@@ -268,6 +277,7 @@ SCENES: dict[Reason, Callable[[], Hands]] = {
     Reason.WITHDRAWN: withdrawn,
     Reason.PART_SIZE: part_size,
     Reason.PARITY: parity,
+    Reason.AUDIT: audit,
     Reason.EXCLUDED: excluded,
     Reason.NO_PEERS: lambda: withdrawn(),
     Reason.NO_REDUCER: no_reducer,

@@ -226,6 +226,68 @@ def test_stamps_that_lie_cost_at_most_the_part() -> None:
             assert it.hands.value(name, part) == it.hands.value("p00", part)
 
 
+# -- audits
+
+
+AUDITING = Params(audit_fraction=1.0)
+
+
+def test_audits_of_honest_reducers_change_nothing() -> None:
+    it = swarm(4, parts=12, params=AUDITING)
+    it.hands.finish()
+    plain = swarm(4, parts=12)
+    plain.hands.finish()
+    for name in it.tokens:
+        assert it.outcome(name).status is Status.COMPLETE
+        for part in range(12):
+            assert it.hands.value(name, part) == plain.hands.value(name, part)
+    checked = [e for e in it.hands.did(ef.Check) if isinstance(e, ef.Check)]
+    assert sorted(check.part for check in checked) == list(range(12))  # each by exactly one
+
+
+def test_a_consistent_lie_is_found_and_nobody_takes_it() -> None:
+    it = swarm(4, parts=12, params=AUDITING)
+    it.hands.spoil = lambda name, part, mean: mean + (name == "p02" and part == 6) * 0.5
+    it.hands.finish()
+    assert it.reducers()[6] == 2
+    for name in it.tokens:
+        outcome = it.outcome(name)
+        assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.AUDIT)
+        assert outcome.parts_without_result == (6,)
+        assert "part 6" in outcome.detail
+    found = it.hands.named("audit_failed")
+    assert [(note.peer, note.fields["part"]) for _, note in found] == [("p02", 6)]
+    auditor = found[0][0]
+    assert [(name, n.peer) for name, n in it.hands.named("strike")] == [(auditor, "p02")]
+
+
+def test_a_share_of_the_parts_is_audited_and_which_is_not_known_before() -> None:
+    seen = []
+    for seed in range(12):
+        it = swarm(4, parts=40, params=Params(audit_fraction=0.25), seed=seed)
+        it.hands.finish()
+        seen.append(
+            tuple(sorted(e.part for e in it.hands.did(ef.Check) if isinstance(e, ef.Check)))
+        )
+        assert all(it.outcome(name).status is Status.COMPLETE for name in it.tokens)
+    assert 0.15 <= sum(map(len, seen)) / (12 * 40) <= 0.35
+    assert len(set(seen)) > 6
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_death_during_audits_ends_them(seed: int) -> None:
+    it = swarm(4, parts=8, params=AUDITING, seed=seed, shuffle=True)
+    it.begun()
+    it.hands.step(60 + seed * 3)
+    it.hands.kill("p01")
+    it.hands.finish()
+    for name in ("p00", "p02", "p03"):
+        outcome = it.outcome(name)
+        assert outcome.parts_without_result == ()
+        took = it.hands.ended_at[it.tokens[name]]
+        assert took <= 1.0 + it.hands.params.answer_timeout_s + it.hands.params.part_timeout_s
+
+
 # -- the one that takes over
 
 
