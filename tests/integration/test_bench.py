@@ -104,7 +104,7 @@ def test_after_an_orderly_end_the_will_is_revoked(writer: Any, tmp_path: Path) -
     assert process.wait(20) == 0
     assert members_of([group]) == []
     assert folder.exists()  # its owner removes it, or keeps it
-    assert processes_naming("last_will.py") == {}
+    wait_for(lambda: not processes_naming(str(tmp_path)), 20.0, "the executor has ended, too")
 
 
 # -- meters ---------------------------------------------------------------------------------------
