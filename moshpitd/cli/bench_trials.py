@@ -188,12 +188,16 @@ def wrong_weights(
         count, first = check["unexplained"], check["first_unexplained"]
         return f"survivor {index}: {count} parts are nobody's mean, the first is {first}"
     subsets = {_members(key): count for key, count in check["inside"].items()}
-    # The mean of one member is its own values: what a part without a result keeps.
+    # The mean of one member is its own values: what a part without a result keeps, and what one has
+    # into which nobody else came. The contributors tell which it is.
     local = subsets.pop((index,), 0)
+    without = result["parts_without_result"]
     if result["status"] == "alone":
         return f"survivor {index}: alone, but others are inside {subsets}" if subsets else ""
-    if local != result["parts_without_result"]:
-        return f"survivor {index}: {local} local parts, told {result['parts_without_result']}"
+    if local < without:
+        return f"survivor {index}: {local} local parts, told {without}"
+    if local > without:
+        subsets[(index,)] = local - without
     common = [i for i in range(len(peer_ids)) if subsets and all(i in one for one in subsets)]
     told = sorted(peer_ids.index(who) for who in result["contributors"] if who in peer_ids)
     if told != common:

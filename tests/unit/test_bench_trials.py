@@ -164,7 +164,7 @@ def test_a_second_round_is_a_retry(fields: dict[str, Any]) -> None:
         ({"total_weight": 16.0}, {}, "told a weight of 16.0, expected 15"),
         ({"contributors": ["A", "B", "C", "D"]}, {}, "told that [0, 1, 2, 3] are inside"),
         ({}, {"unexplained": 1, "first_unexplained": [7]}, "1 parts are nobody's mean"),
-        ({}, {"inside": {"0": 1, "0,1,2": 9}}, "1 local parts, told 0"),
+        ({}, {"inside": {"0": 1, "0,1,2": 9}}, "told that [0, 1, 2] are inside, found [0]"),
         ({"parts_without_result": 1}, {}, "0 local parts, told 1"),
     ],
 )
@@ -173,6 +173,11 @@ def test_weights_that_do_not_account_are_told(
 ) -> None:
     told_result = result(**told)["result"]
     assert words in wrong_weights(0, told_result, check(**found), NAMES, WEIGHTS[:4])
+
+
+def test_a_result_with_only_oneself_inside_is_a_result() -> None:
+    told = result(inside="A")["result"]
+    assert wrong_weights(0, told, check({"0": 3, "0,3": 1}), NAMES, WEIGHTS[:4]) == ""
 
 
 def test_one_who_was_left_alone_holds_its_own_values() -> None:
