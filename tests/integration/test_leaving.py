@@ -24,7 +24,7 @@ from moshpitd.testing import LocalSwarm
 from tests.kit.clouds import AwsMetadata
 from tests.kit.http import get
 from tests.kit.ports import free_port
-from tests.kit.processes import DaemonProcess, TrainerProcess
+from tests.kit.processes import DaemonProcess, TrainerProcess, wait_for
 from tests.kit.swarm import average, same_bits, trainers, until
 
 FLOATS = 12_000_000  # a round of these takes long enough to be met in the middle
@@ -32,6 +32,11 @@ FLOATS = 12_000_000  # a round of these takes long enough to be met in the middl
 
 def phase(node: Node, run: str) -> str:
     return node.runs[run].driver.peer.phase
+
+
+def phase_of(daemon: DaemonProcess) -> str:
+    status = daemon.status()
+    return str(status.runs[0].phase) if status is not None and status.runs else ""
 
 
 async def test_a_notice_lets_the_running_round_end_and_begins_no_other(tmp_path: Path) -> None:
@@ -255,8 +260,10 @@ async def test_a_daemon_that_is_taken_away_exits_0_when_its_round_is_done(
                 own["w"].fill_(1.0)
                 running = asyncio.create_task(swarm.call(session.average))
                 theirs = asyncio.create_task(swarm.call(trainer.average, fill=3.0))
-                peer = swarm.node(0).runs["r"].driver.peer
-                await until(lambda: peer.phase == "exchange", timeout_s=30, what="an exchange")
+                # There, not here: a leader is in the exchange before its Begin has arrived.
+                await swarm.call(
+                    wait_for, lambda: phase_of(daemon) == "exchange", 30.0, "an exchange"
+                )
                 if how == "notice":
                     file.write_text("40")
                 else:
