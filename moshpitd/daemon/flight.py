@@ -35,8 +35,8 @@ LEAVING: Final = ("daemon_draining", "drained")
 class Clock:
     """What turns a life's monotonic time into the common one: common = at + shift.
 
-    `offset_s` is how far that machine's wall clock is ahead of the reference's; `spread_s` the
-    largest distance of a shared moment from the median of all `moments`.
+    `offset_s` is how far that machine's wall clock is ahead of the reference's; half of all
+    `moments` that were shared lie within `spread_s` of it.
     """
 
     shift: float
@@ -300,7 +300,8 @@ def _aligned(lives: list[Life]) -> dict[str, Clock]:
 def _clock(life: Life, shifts: list[float], lives: list[Life], clocks: dict[str, Clock]) -> Clock:
     if shifts:
         shift = statistics.median(shifts)
-        spread_s = max(abs(one - shift) for one in shifts)
+        # The median: a member that froze ends its round seconds after the others.
+        spread_s = statistics.median(abs(one - shift) for one in shifts)
         return Clock(shift, life.skew - shift, spread_s, len(shifts), "shared rounds")
     for other in lives:
         known = clocks.get(other.name)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from moshpitd.testing import LocalSwarm
 from tests.kit.clouds import AwsMetadata
 from tests.kit.http import get
 from tests.kit.ports import free_port
+from tests.kit.processes import DaemonProcess, TrainerProcess, wait_for
 from tests.kit.swarm import average, same_bits, trainers, until
 
 FLOATS = 12_000_000  # a round of these takes long enough to be met in the middle
@@ -28,6 +32,11 @@ FLOATS = 12_000_000  # a round of these takes long enough to be met in the middl
 
 def phase(node: Node, run: str) -> str:
     return node.runs[run].driver.peer.phase
+
+
+def phase_of(daemon: DaemonProcess) -> str:
+    status = daemon.status()
+    return str(status.runs[0].phase) if status is not None and status.runs else ""
 
 
 async def test_a_notice_lets_the_running_round_end_and_begins_no_other(tmp_path: Path) -> None:
@@ -220,3 +229,56 @@ async def test_the_flight_recorder_of_a_swarm_tells_a_round_and_who_left() -> No
         last = json.loads(result.stdout)["round"]
         assert last["group"] == second["group"]
         assert [line["what"] for line in last["timeline"]].count("round_ended") == 2
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    # Not tmp_path: its name and a socket's would not fit into sun_path together.
+    with tempfile.TemporaryDirectory(prefix="mp-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["notice", "SIGTERM"])
+async def test_a_daemon_that_is_taken_away_exits_0_when_its_round_is_done(
+    place: Path, how: str
+) -> None:
+    file = place / "preempted"
+    assignments = ["averaging.window_s=2.0", "averaging.answer_timeout_s=1.0"]
+    assignments += ["notices.provider=file", f"notices.file={file}", "notices.poll_s=0.02"]
+    async with LocalSwarm(1) as swarm:
+        address = swarm.node(0).status()["addresses"][0]
+        daemon = DaemonProcess(place / "d", bootstrap=(address,), settings=assignments)
+        daemon.start()
+        try:
+            await swarm.call(daemon.up)
+            trainer = TrainerProcess(daemon.socket, "r", floats=FLOATS)
+            own = {"w": torch.zeros(FLOATS)}
+            async with trainers(swarm, "r", [own]) as (session,):
+                await swarm.call(trainer.attached)
+                await asyncio.gather(swarm.call(session.average), swarm.call(trainer.average))
+                own["w"].fill_(1.0)
+                running = asyncio.create_task(swarm.call(session.average))
+                theirs = asyncio.create_task(swarm.call(trainer.average, fill=3.0))
+                # There, not here: a leader is in the exchange before its Begin has arrived.
+                await swarm.call(
+                    wait_for, lambda: phase_of(daemon) == "exchange", 30.0, "an exchange"
+                )
+                if how == "notice":
+                    file.write_text("40")
+                else:
+                    daemon.signal(signal.SIGTERM)
+                told_at = asyncio.get_running_loop().time()
+                mine, answer = await asyncio.gather(running, theirs)
+                assert (mine.status, mine.participants) == ("complete", 2)
+                assert (answer["what"], answer["w"], answer["even"]) == ("averaged", 2.0, True)
+                assert await swarm.call(daemon.wait, 20.0) == 0
+                assert asyncio.get_running_loop().time() - told_at < 25.0
+                log = daemon.log.read_text()
+                assert "Traceback" not in log
+                assert not list(daemon.buffers.glob("*"))
+                after = await swarm.call(trainer.average)
+                assert (after["what"], after["unchanged"]) == ("unavailable", True)
+            await swarm.call(trainer.end)
+        finally:
+            await swarm.call(daemon.end)

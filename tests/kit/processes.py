@@ -272,5 +272,5 @@ def wait_for(condition: Callable[[], object], timeout_s: float, what: str) -> fl
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.05)
+        time.sleep(0.02)
     return time.monotonic() - start
