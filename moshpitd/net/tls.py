@@ -48,11 +48,11 @@ class Credentials:
         transport = TLSTransport(identity.keypair)
         self.peer_id = identity.peer_id
         self.certificate: bytes = ssl.PEM_cert_to_DER_cert(transport._cert_pem)
-        self._client = transport.create_ssl_context(server_side=False)
-        self._server = transport.create_ssl_context(server_side=True)
+        self.client_context = transport.create_ssl_context(server_side=False)
+        self.server_context = transport.create_ssl_context(server_side=True)
         # Links live long and reconnect rarely: a session ticket is only a record the client must
         # skip.
-        self._server.num_tickets = 0
+        self.server_context.num_tickets = 0
 
     def connect(self, address: str, *, expected: str | None, timeout_s: float) -> Proven:
         """Dial `address` (host:port) and prove both ends; `expected` None takes whoever is there.
@@ -85,7 +85,7 @@ class Credentials:
         return self._handshake(raw, server_side=True, timeout_s=timeout_s)
 
     def _handshake(self, raw: socket.socket, *, server_side: bool, timeout_s: float) -> Proven:
-        context = self._server if server_side else self._client
+        context = self.server_context if server_side else self.client_context
         secured: ssl.SSLSocket | None = None
         try:
             raw.settimeout(timeout_s)
