@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import ssl
 import sys
 import tempfile
 import threading
@@ -142,15 +143,14 @@ class Sockets:
 
     def meet(self, address: dict[str, Any]) -> None:
         where = (HOST, address["port"])
-        self._out, self._in = (
-            self._dressed(socket.create_connection(where), 1) for _ in range(2)
-        )
+        self._out, self._in = (self._dressed(socket.create_connection(where), 1) for _ in range(2))
 
     def _dressed(self, raw: socket.socket, context: int) -> socket.socket:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not self._secure:
             return raw
-        return self._contexts[context].wrap_socket(raw, server_side=context == 0)
+        secured: ssl.SSLSocket = self._contexts[context].wrap_socket(raw, server_side=context == 0)
+        return secured
 
     def send(self, count: int) -> None:
         for _ in range(count):

@@ -27,7 +27,7 @@ from moshpitd.errors import (
     Unreachable,
 )
 from moshpitd.net.channel import Channel
-from moshpitd.net.frames import FrameKind, Header
+from moshpitd.net.frames import WIRE_VERSION, FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.links import LinkCallbacks, LinkLimits, LinkPool
 from moshpitd.net.outbox import PayloadFunction
@@ -133,9 +133,9 @@ def net(identities: list[Identity]) -> Iterator[Net]:
 def raw_channel(net: Net, *, greet: bool = True) -> Channel:
     """A link to `large` made by hand with the third identity, to send what no pool would send."""
     proven = Credentials(net.third).connect(net.large.address, expected=net.large.id, timeout_s=5)
-    channel = Channel(proven, payload_bytes_max=1 << 20)
+    channel = Channel(proven.stream, payload_bytes_max=1 << 20)
     if greet:
-        channel.send_text(FrameKind.HELLO, net.large.id, run=b"sessionX")
+        channel.send_text(Header(FrameKind.HELLO, run=b"sessionX"), net.large.id)
         received = channel.receive(5.0)
         assert received is not None
         assert received[0].kind is FrameKind.HELLO
@@ -143,7 +143,7 @@ def raw_channel(net: Net, *, greet: bool = True) -> Channel:
 
 
 def send_raw(channel: Channel, content: bytes) -> None:
-    channel._write(memoryview(content), 5.0)
+    channel.stream.write((memoryview(content),), 5.0)
 
 
 # -- the healthy way ------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_wrong_peer_id_at_the_address_is_refused_by_the_dialler(net: Net) -> Non
 
 def test_wrong_peer_id_in_the_greeting_is_refused_by_the_listener(net: Net) -> None:
     channel = raw_channel(net, greet=False)
-    channel.send_text(FrameKind.HELLO, net.small.id)
+    channel.send_text(Header(FrameKind.HELLO), net.small.id)
     received = channel.receive(5.0)
     assert received is not None
     assert received[0].kind is FrameKind.FAREWELL
@@ -410,7 +410,8 @@ BAD_FRAMES = {
     "crc32": Header(FrameKind.CONTRIBUTION).pack(length=3, crc=1) + b"abc",
     "announces 4294967295 bytes": Header(FrameKind.CONTRIBUTION).pack(length=2**32 - 1, crc=0),
     "version 9": b"\x09" + Header(FrameKind.CONTRIBUTION).pack(length=0, crc=0)[1:],
-    "unknown kind 200": b"\x01\xc8" + Header(FrameKind.CONTRIBUTION).pack(length=0, crc=0)[2:],
+    "unknown kind 200": bytes([WIRE_VERSION, 200])
+    + Header(FrameKind.CONTRIBUTION).pack(length=0, crc=0)[2:],
     "HELLO in the middle": Header(FrameKind.HELLO).pack(length=0, crc=0),
     "without a farewell": b"",
 }
