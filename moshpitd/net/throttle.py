@@ -22,7 +22,7 @@ PIECE_BYTES_MIN = 4096
 
 
 class Throttle:
-    """`bytes_per_s` in one direction, shared by all threads. Invariant: over any time t at most
+    """`bytes_per_s` in one direction, shared by all threads; `taken` so far. Invariant: over any time t at most
     (t + BURST_S) * bytes_per_s and one piece pass."""
 
     def __init__(
@@ -38,10 +38,12 @@ class Throttle:
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at = clock()
+        self.taken = 0
 
     def reserve(self, count: int) -> float:
         """Take room for `count` bytes; seconds until it is there."""
         with self._lock:
+            self.taken += count
             now = self._clock()
             wait_s = max(0.0, self._free_at - BURST_S - now)
             self._free_at = max(self._free_at, now) + count / self.bytes_per_s
