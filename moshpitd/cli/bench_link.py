@@ -7,7 +7,6 @@ machine that does other work too.
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,18 +70,20 @@ class _Run:
             self.cpu_s.append(sum(end["cpu_s"] for end in ends))
 
     def figures(self, moved: int) -> dict[str, Any]:
+        from statistics import median
+
         total = moved * (2 if self.both else 1)
-        median_s = statistics.median(self.seconds)
+        median_s = median(self.seconds)
         return {
             "system": self.system,
             "direction": self.direction,
             "median_s": median_s,
             "min_s": min(self.seconds),
             "max_s": max(self.seconds),
-            "cpu_s": statistics.median(self.cpu_s),
+            "cpu_s": median(self.cpu_s),
             "bytes_sent": total,
             "mb_per_s": total / median_s / 1e6,
-            "cpu_ns_per_byte": statistics.median(self.cpu_s) / total * 1e9,
+            "cpu_ns_per_byte": median(self.cpu_s) / total * 1e9,
         }
 
 

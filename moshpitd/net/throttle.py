@@ -22,8 +22,8 @@ PIECE_BYTES_MIN = 4096
 
 
 class Throttle:
-    """`bytes_per_s` in one direction, shared by all threads; `taken` so far. Invariant: over any time t at most
-    (t + BURST_S) * bytes_per_s and one piece pass."""
+    """`bytes_per_s` in one direction, shared by all threads; `taken` so far. Invariant: over any
+    time t at most (t + BURST_S) * bytes_per_s and one piece pass."""
 
     def __init__(
         self,

@@ -30,8 +30,9 @@ class Sealed(PlainStream):
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
     left, right = socket.socketpair()
-    channels = Channel(PlainStream(Wire(left)), payload_bytes_max=LIMIT), Channel(
-        PlainStream(Wire(right)), payload_bytes_max=LIMIT
+    channels = (
+        Channel(PlainStream(Wire(left)), payload_bytes_max=LIMIT),
+        Channel(PlainStream(Wire(right)), payload_bytes_max=LIMIT),
     )
     yield channels
     for channel in channels:

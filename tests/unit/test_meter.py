@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import pytest
@@ -112,7 +113,7 @@ def test_the_kernel_is_asked_for_what_has_not_arrived() -> None:
         far, _ = listener.accept()
         near.setblocking(False)
         handed = 0
-        with pytest.raises(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):
             while True:
                 handed += near.send(bytes(1 << 16))
         held = unacknowledged(near.fileno())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,13 +74,13 @@ def test_reservations_are_served_in_order_and_urgent_ones_do_not_wait() -> None:
     waits = [bucket.reserve(50_000) for _ in range(4)]
     assert waits == sorted(waits)
     assert waits[0] == 0.0
-    assert [round(later - earlier, 6) for earlier, later in zip(waits[1:], waits[2:], strict=False)] == [
-        0.05,
-        0.05,
-    ]
+    steps = [later - earlier for earlier, later in pairwise(waits[1:])]
+    assert steps == pytest.approx([0.05, 0.05])
 
 
-def test_both_caps_hold_for_all_links_of_a_pool(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_both_caps_hold_for_all_links_of_a_pool(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """The pool's own throttles count every byte that its links carry, of all peers together."""
     folder = tmp_path_factory.mktemp("keys")
     hub, *others = (
