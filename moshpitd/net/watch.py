@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 FLOWS_MAX = 8
 # A link that had nothing to carry for so long goes back to one flow.
 IDLE_S = 60.0
-# After a flow that could not be added; the link itself is fine.
-PAUSE_S = 10.0
+# After a flow that could not be added, most often because the other side has not adopted the link
+# yet. A try costs both sides about a millisecond.
+PAUSE_S = 1.0
 # A process that may use fewer cores than the machine has shall not count the others.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

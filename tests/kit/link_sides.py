@@ -78,7 +78,13 @@ class Side:
         return [payload for _, _, payload in self.frames]
 
     def dial(self, other: Side) -> Future[None]:
+        """Done when the link stands here; the other side is a moment later."""
         return self.pool.dial(other.id, [other.address])
+
+    def link(self, other: Side) -> None:
+        """Dial, and wait for both sides."""
+        self.dial(other).result(PATIENCE_S)
+        other.wait(lambda: other.pool.is_up(self.id))
 
     def send(self, other: Side, content: bytes, *, priority: int = 0, part: int = 0) -> None:
         header = Header(FrameKind.CONTRIBUTION, part=part)

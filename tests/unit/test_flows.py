@@ -80,8 +80,8 @@ def test_frames_of_all_flows_arrive_once_each_both_ways(net: Net) -> None:
     for side, other in ((net.small, net.large), (net.large, net.small)):
         for part in range(80):
             side.send(other, b"%d" % part * 30_000, part=part)
-    for side in (net.small, net.large):
-        side.wait(lambda side=side: len(side.frames) >= 80)  # type: ignore[misc]
+    net.large.wait(lambda: len(net.large.frames) == 81)
+    net.small.wait(lambda: len(net.small.frames) == 80)
     arrived = [(h.part, p) for _, h, p in net.large.frames if p != b"first"]
     assert sorted(arrived) == [(part, b"%d" % part * 30_000) for part in range(80)]
     assert sorted(h.part for _, h, _ in net.small.frames) == list(range(80))
@@ -154,7 +154,12 @@ def test_dials_that_cross_end_in_one_link_with_all_its_flows(net: Net, attempt: 
     for side in (net.small, net.large):
         side.wait(lambda side=side: len(side.frames) == 40)  # type: ignore[misc]
         assert sorted(header.part for _, header, _ in side.frames) == list(range(40))
-    eventually(lambda: widths(net) == (FLOWS, FLOWS))
+
+    def wide_while_it_carries() -> bool:
+        net.small.send(net.large, b"more")
+        return widths(net) == (FLOWS, FLOWS)
+
+    eventually(wide_while_it_carries)
     assert net.small.names() == net.large.names() == ["up"]
 
 
@@ -206,13 +211,15 @@ def test_a_pong_overtakes_a_frame_that_is_being_sent(net: Net) -> None:
     """We read the answer between the segments of the frame that was in front of it."""
     channel, _ = further_flow(net, b"t" * 16, 0)
     net.large.wait(lambda: net.large.events)
-    asked = threading.Event()
+    taken, asked = threading.Event(), threading.Event()
 
     def slow(scratch: memoryview) -> memoryview:
+        taken.set()
         asked.wait(PATIENCE_S)  # until the ping is in the outbox, behind this frame
         return scratch
 
     net.large.pool.send(net.third.peer_id, Header(FrameKind.RESULT), slow)
+    assert taken.wait(PATIENCE_S)
     channel.send(Header(FrameKind.PING, contributors=5))
     eventually(lambda: net.large.pool.stats()[0].waiting_frames == 1)
     asked.set()

@@ -80,7 +80,7 @@ def send_raw(channel: Channel, content: bytes) -> None:
 
 
 def test_frames_travel_both_ways_whole(net: Net) -> None:
-    net.small.dial(net.large).result(PATIENCE_S)
+    net.small.link(net.large)
     header = Header(
         FrameKind.RESULT, b"run-hash", b"group-id-16bytes", part=7, epoch=3, codec=2, flags=1,
         contributors=2**63 | 1,

@@ -91,7 +91,7 @@ def test_both_caps_hold_for_all_links_of_a_pool(
         for name in "abc"
     )
     for other in others:
-        hub.dial(other).result(PATIENCE_S)
+        hub.link(other)
         hub.send(other, bytes(300_000))
         other.send(hub, bytes(300_000))
     for other in others:
