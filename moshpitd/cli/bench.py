@@ -14,6 +14,7 @@ from moshpitd.cli import (
     bench_death,
     bench_freeze,
     bench_latency,
+    bench_link,
     bench_overlap,
 )
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command("allreduce")(bench_allreduce.allreduce)
 app.command("codecs")(bench_codecs.codecs)
 app.command("latency")(bench_latency.latency)
+app.command("link")(bench_link.link)
 app.command("death")(bench_death.death)
 app.command("freeze")(bench_freeze.freeze)
 app.command("churn")(bench_churn.churn)

@@ -77,7 +77,7 @@ class NodeMetrics:
             "moshpit_codec_seconds", "Time spent in codecs.", "codec", "op"
         )
         self.link_rate = gauge(
-            "moshpit_link_bytes_per_second", "Rate of the bulk links while busy.", "direction"
+            "moshpit_link_bytes_per_second", "Rate of one bulk link while busy.", "direction"
         )
         self.strikes = counter("moshpit_strikes", "Breaches of the protocol by peers.", "reason")
         self.parity_mismatches = counter(
@@ -156,19 +156,20 @@ class NodeMetrics:
 
     # -- what the daemon itself counts -----------------------------------------------------------
 
-    def add_bytes(self, run: str, *, sent: int = 0, received: int = 0, kind: str) -> None:
-        """`kind`: part, result, snapshot, control."""
-        for direction, count in (("sent", sent), ("received", received)):
-            if count:
-                self.bytes.labels(self._run(run), direction, kind).inc(count)
+    def add_carried(self, run: str, kind: str, sent: bool, count: int) -> None:
+        """`kind`: part, result, snapshot, handover, control."""
+        direction = "sent" if sent else "received"
+        self.bytes.labels(self._run(run), direction, kind).inc(count)
 
     def add_codec_seconds(self, codec: str, op: str, seconds: float) -> None:
         """`op`: encode or decode."""
         self.codec_seconds.labels(codec, op).inc(seconds)
 
-    def set_link_rates(self, *, sent: float, received: float) -> None:
-        self.link_rate.labels("sent").set(sent)
-        self.link_rate.labels("received").set(received)
+    def set_link_rates(self, sent: float | None, received: float | None) -> None:
+        """Bytes per second of one link while it is busy; None: not measured yet."""
+        for direction, rate in (("sent", sent), ("received", received)):
+            if rate is not None:
+                self.link_rate.labels(direction).set(rate)
 
     def set_trainers(self, run: str, count: int) -> None:
         self.trainers.labels(self._run(run)).set(count)

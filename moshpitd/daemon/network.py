@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from statistics import median
 from typing import Any
 
 from moshpitd.core.events import Addressed, Event, LinkLost, Received
@@ -19,6 +21,7 @@ from moshpitd.daemon.addresses import parse_host_port
 from moshpitd.daemon.exchange import Exchange
 from moshpitd.daemon.interfaces import link_addresses
 from moshpitd.daemon.logs import log_event
+from moshpitd.daemon.pace import Pace
 from moshpitd.daemon.reachability import Reachability
 from moshpitd.daemon.runs import Run
 from moshpitd.daemon.settings import Settings
@@ -27,7 +30,7 @@ from moshpitd.net import wire
 from moshpitd.net.bootstrap import Status
 from moshpitd.net.control import Control, ControlOptions
 from moshpitd.net.identity import Identity
-from moshpitd.net.links import LinkCallbacks, LinkPool
+from moshpitd.net.links import LinkCallbacks, LinkOptions, LinkPool, Moved, Security
 from moshpitd.net.p2pd import P2pdOptions
 
 log = logging.getLogger(__name__)
@@ -52,7 +55,11 @@ class Network:
     ) -> None:
         network = settings.network
         self.garbled = 0
-        self._settings = network
+        self.control_bytes: Counter[tuple[str, bool]] = Counter()  # by (run, whether sent)
+        self._pace = Pace(
+            up_mbps=_least(network.up_mbps, settings.limits.upload_mbps),
+            down_mbps=_least(network.down_mbps, settings.limits.download_mbps),
+        )
         self._exchange = exchange
         self._runs = runs
         self._replies: set[asyncio.Task[None]] = set()
@@ -63,7 +70,13 @@ class Network:
             on_up=_ignore,
             on_send_failed=exchange.on_send_failed,
         )
-        self._links = LinkPool(identity, callbacks, host=listen.host, port=listen.port)
+        self._links = LinkPool(
+            identity,
+            callbacks,
+            host=listen.host,
+            port=listen.port,
+            options=link_options(settings),
+        )
         exchange.use(self._links)
         self.link_addresses = link_addresses(listen, self._links.port, network.link_announce)
         options = ControlOptions(
@@ -109,7 +122,9 @@ class Network:
         """Deliver a message. Raises MoshpitError when that fails."""
         if not self._started:
             raise Unreachable("the node stops")
-        await self._control.send(to, wire.encode(run, message))
+        payload = wire.encode(run, message)
+        self.control_bytes[run, True] += len(payload)
+        await self._control.send(to, payload)
 
     async def announce(self, run: str, key: str, record: Record, *, ttl_s: float) -> bool:
         """Store our record; whether anybody (ourselves alone count) holds it now."""
@@ -129,12 +144,13 @@ class Network:
         return tuple(records)
 
     def addressed(self) -> Addressed:
-        """Where we are, for the records of our peers."""
+        """Where we are and how fast, for the records of our peers."""
+        up, down = self._links.rates()
         return Addressed(
             addresses=self.link_addresses,
             control=tuple(self._control.visible_addresses()[:MAX_CONTROL_ADDRESSES]),
-            up_mbps=self._settings.up_mbps,
-            down_mbps=self._settings.down_mbps,
+            up_mbps=self._pace.up(up),
+            down_mbps=self._pace.down(down),
         )
 
     # -- what comes in ----------------------------------------------------------------------------
@@ -153,6 +169,7 @@ class Network:
             raise
         run = self._runs.get(envelope.run)
         if run is not None:
+            self.control_bytes[run.name, False] += len(payload)
             run.driver.handle(Received(sender, envelope.message))
         elif isinstance(envelope.message, WANT_AN_ANSWER):
             # A record of our earlier life is still in the directory; nobody shall wait for us.
@@ -184,18 +201,35 @@ class Network:
         """In the routing table, with us."""
         return self._control.table_size + 1
 
-    def link_bytes(self) -> tuple[int, int]:
-        """(sent, received) on the links that are up."""
+    def link_rates(self) -> tuple[float | None, float | None]:
+        """(sent, received) in bytes per second: of one link while it is busy, the median over those
+        that are up; None where no link has carried enough to tell."""
         stats = self._links.stats()
-        return sum(one.bytes_out for one in stats), sum(one.bytes_in for one in stats)
+        up = [one.up_bytes_per_s for one in stats if one.up_bytes_per_s is not None]
+        down = [one.down_bytes_per_s for one in stats if one.down_bytes_per_s is not None]
+        return median(up) if up else None, median(down) if down else None
+
+    def moved(self) -> dict[Moved, int]:
+        """Bytes of the bulk links so far, by run hash, kind and direction."""
+        return self._links.moved()
 
     def warnings(self) -> list[str]:
         """What an operator should set right."""
         warnings = self._reachability.warnings()
+        warnings += self._link_warnings()
         offset_s = self._control.clock_offset_s
         if abs(offset_s) >= CLOCK_WARN_S:
             side = "behind" if offset_s > 0 else "ahead of"
             warnings.append(f"this host's clock is {abs(offset_s):.0f} s {side} the swarm's")
+        return warnings
+
+    def _link_warnings(self) -> list[str]:
+        warnings = sorted(self._links.misfits().values())
+        if self._links.options.security is not Security.TLS:
+            warnings.append(
+                "links.security is authenticated: what the bulk links carry is neither encrypted "
+                "nor protected against change; its integrity rests on the trusted network"
+            )
         return warnings
 
     def control_addresses(self) -> list[str]:
@@ -209,6 +243,21 @@ class Network:
             for one in self._control.bootstrap_status()
             if one.status is not Status.SELF
         ]
+
+
+def link_options(settings: Settings) -> LinkOptions:
+    """What the operator chose, as the links take it."""
+    links, limits = settings.links, settings.limits
+    return LinkOptions(
+        flows=links.flows if isinstance(links.flows, int) else 0,
+        security=Security[links.security.upper()],
+        upload_mbps=limits.upload_mbps,
+        download_mbps=limits.download_mbps,
+    )
+
+
+def _least(rate_mbps: float, cap_mbps: float) -> float:
+    return min(rate_mbps, cap_mbps) if cap_mbps > 0 else rate_mbps
 
 
 def _key(run: str, key: str) -> str:

@@ -23,6 +23,7 @@ from moshpitd.core.peer import Peer
 from moshpitd.daemon.addresses import join_string
 from moshpitd.daemon.api import ApiServer
 from moshpitd.daemon.buffers import sweep
+from moshpitd.daemon.carried import Carried
 from moshpitd.daemon.claims import Claims, claim
 from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.exchange import Exchange
@@ -82,7 +83,7 @@ class Node:
         self._fault: BaseException | None = None
         self._started_at = time.monotonic()
         self._bytes = (0, 0)
-        self._links_at = (time.monotonic(), 0, 0)
+        self._carried = Carried(self.metrics.add_carried)
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -318,10 +319,10 @@ class Node:
         if line is not None:
             sent, received = line.bytes_sent, line.bytes_received
             self._bytes = (self._bytes[0] + sent, self._bytes[1] + received)
-            self.metrics.add_bytes(run, sent=sent, received=received, kind="part")
-            busy_s = line.phases.get("exchange", 0.0)
-            if busy_s > 0:
-                self.metrics.set_link_rates(sent=sent / busy_s, received=received / busy_s)
+            busy_s, links = line.phases.get("exchange", 0.0), line.group_size - 1
+            if busy_s > 0 and links > 0:  # until the links have measured more than a short round
+                self.metrics.set_link_rates(sent / busy_s / links, received / busy_s / links)
+            self._tell_links()
 
     def _post(self, run: str, event: Event) -> None:
         """From any thread."""
@@ -417,7 +418,7 @@ class Node:
             await asyncio.sleep(LOOK_AROUND_S)
             self.metrics.set_joined(self.joined)
             self.metrics.set_drain_left(self.leaving.left_s)
-            self._rate_links()
+            self._tell_links()
             now = self._live().addressed()
             for run in self.runs.values():
                 if now != addressed:
@@ -432,16 +433,10 @@ class Node:
                 self.metrics.set_version(run.name, peer.version, lag=lag)
             addressed = now
 
-    def _rate_links(self) -> None:
-        """Bytes per second since the last time; an idle link says nothing about its rate."""
-        now, (sent, received) = time.monotonic(), self._live().link_bytes()
-        then, sent_then, received_then = self._links_at
-        self._links_at = (now, sent, received)
-        if sent + received > sent_then + received_then and now > then:
-            self.metrics.set_link_rates(
-                sent=max(0, sent - sent_then) / (now - then),
-                received=max(0, received - received_then) / (now - then),
-            )
+    def _tell_links(self) -> None:
+        network = self._live()
+        self._carried.update(self.runs, network.moved(), network.control_bytes)
+        self.metrics.set_link_rates(*network.link_rates())
 
 
 def _software() -> str:

@@ -26,6 +26,7 @@ from moshpitd.errors import ConfigError
 from moshpitd.rpc.channel import MAX_SOCKET_BYTES, default_socket
 
 LOSSLESS = "float32"
+FLOWS_MAX = 8  # net.watch.FLOWS_MAX: importing net takes a second, and --help reads the settings
 
 
 class _Section(BaseModel):
@@ -69,9 +70,13 @@ class NetworkSection(_Section):
     link_announce: list[str] = Field(default=[], max_length=16)
     """HOST:PORT that other peers should dial for bulk links. Empty: this machine's addresses."""
     up_mbps: float = Field(default=1000.0, gt=0, le=1e6)
-    """Upload rate of this machine in megabit per second: a slower peer reduces less."""
+    """The most that this machine can upload, in megabit per second. A slower peer reduces less, so
+    what others are told is this, or what its links were seen to carry where that is less."""
     down_mbps: float = Field(default=1000.0, gt=0, le=1e6)
-    """Download rate, likewise."""
+    """The most that it can download, likewise."""
+    trusted_network: bool = False
+    """Say that nobody but the peers of this swarm can read or change what travels between them: a
+    VPC, a VPN, one room. Needed for links.security = "authenticated"."""
 
     @field_validator("listen", "announce")
     @classmethod
@@ -100,6 +105,35 @@ class NetworkSection(_Section):
         for address in addresses:
             _parse("host:port", address)
         return addresses
+
+
+class LinksSection(_Section):
+    """The bulk links that carry tensors between two peers. Both peers must agree on `security`."""
+
+    flows: int | str = "auto"
+    """TCP connections per peer: 1 to 8, or "auto" for one, and more (up to 8) where the measured
+    rate and round trip are more than one connection carries. The peer that dialled decides."""
+    security: Literal["tls", "authenticated"] = "tls"
+    """tls: encrypted and authenticated, every byte. authenticated: both peers prove who they are,
+    then the stream goes on in plain TCP, faster, with a crc32 against accidents and nothing against
+    people; only with network.trusted_network = true."""
+
+    @field_validator("flows", mode="before")
+    @classmethod
+    def _number_of_flows(cls, flows: object) -> object:
+        number = isinstance(flows, int) and not isinstance(flows, bool) and 1 <= flows <= FLOWS_MAX
+        if flows != "auto" and not number:
+            raise Misfit(f"{flows!r:.80} is refused", f'"auto", or a number from 1 to {FLOWS_MAX}')
+        return flows
+
+
+class LimitsSection(_Section):
+    """What this peer may take of the network, all links together: a capped peer reduces less."""
+
+    upload_mbps: float = Field(default=0.0, ge=0, le=1e6)
+    """Megabit per second of TCP payload that the bulk links may send. 0: no cap."""
+    download_mbps: float = Field(default=0.0, ge=0, le=1e6)
+    """The same for what they receive."""
 
 
 class _AveragingOwn(_Section):
@@ -217,6 +251,8 @@ class Settings(BaseSettings):
 
     node: NodeSection = NodeSection()
     network: NetworkSection = NetworkSection()
+    links: LinksSection = LinksSection()
+    limits: LimitsSection = LimitsSection()
     averaging: AveragingSection = AveragingSection()
     http: HttpSection = HttpSection()
     notices: NoticesSection = NoticesSection()
@@ -282,6 +318,12 @@ class Settings(BaseSettings):
         if self.notices.provider == "file" and not self.notices.file:
             raise ConfigError(
                 "no file is named", key="notices.file", expected="a path, with provider = file"
+            )
+        if self.links.security != "tls" and not self.network.trusted_network:
+            raise ConfigError(
+                "anybody on the path could change the values of such links unseen",
+                key="links.security",
+                expected='"tls", or network.trusted_network = true beside it',
             )
         for finding in self.findings():
             if finding.fatal:

@@ -118,7 +118,7 @@ def flag_value(settings: type[BaseSettings], dotted: str, text: str) -> Any:
 def from_text(text: str, annotation: Any) -> Any:
     """The TOML value that `text` stands for under a key of this type; `text` itself where it stands
     for none, so that validation says what was expected. Lists may be written with commas: a,b."""
-    if annotation in (int, float, bool):
+    if annotation in (int, float, bool, int | str):  # the last: a number or a word
         return _toml_value(text, text)
     item = next(iter(get_args(annotation)), None) if _is_list(annotation) else None
     if item is None:

@@ -1,31 +1,23 @@
-"""One link: a channel, its reader thread and its writer thread, from HELLO to its end.
+"""One link: the flows between this pool and another, from HELLO to the end.
 
-One rule: a link ends in exactly one of two ways. Orderly: FAREWELL went both ways, so every frame
-sent on it arrived. Or lost, with a reason: then the pool says so, because frames may be missing.
+One rule: a link ends in exactly one of two ways. Orderly, when all its flows did. Or lost, with a
+reason, as soon as one flow is: then the pool says so, because frames may be missing.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from moshpitd.errors import LinkBroken, MoshpitError, Oversized, RemoteProtocolError
-from moshpitd.net.channel import Channel, lazy_memory
-from moshpitd.net.frames import CALLER_KINDS, FrameKind, Header
-from moshpitd.net.outbox import Outbox, Waiting
-
-log = logging.getLogger(__name__)
-
-# The reason in the FAREWELL of a link that lost against another link to the same peer.
-SUPERSEDED = "superseded"
-# How long a superseded link may wait for the other one to show up at this end, and for its end.
-SUPERSEDED_TIMEOUT_S = 5.0
-# PONG overtakes everything, or round trips would measure the queue.
-URGENT = -1_000_000
+from moshpitd.net.channel import Channel
+from moshpitd.net.flow import REMOVED, Counts, Flow
+from moshpitd.net.frames import Header
+from moshpitd.net.greeting import Hello, Security
+from moshpitd.net.meter import Rate
+from moshpitd.net.outbox import Outbox
 
 
 def admit_all(peer_id: str) -> str | None:
@@ -37,9 +29,10 @@ def admit_all(peer_id: str) -> str | None:
 class LinkCallbacks:
     """What the pool tells its user, always from a thread of its own and never under a lock.
 
-    on_frame(peer_id, header, payload): runs in the reader thread, which waits meanwhile; that wait
-    is the back-pressure. The payload is valid until the call returns. RemoteProtocolError ends the
-    link. on_lost(peer_id, reason): the link ended and frames in either direction may be missing.
+    on_frame(peer_id, header, payload): runs in a reader thread, which waits meanwhile; that wait is
+    the back-pressure. Frames of one peer may come in several threads at once and in any order. The
+    payload is valid until the call returns. RemoteProtocolError ends the link.
+    on_lost(peer_id, reason): the link ended and frames in either direction may be missing.
     on_up(peer_id): a link stands. Not repeated when one link replaces another without loss.
     on_send_failed(peer_id, header, error): this frame's payload function raised; the link lives on.
     admit(peer_id): None, or the reason why this peer may not link (a ban, strikes).
@@ -56,7 +49,7 @@ class LinkCallbacks:
 class LinkLimits:
     """Bounds of the pool. Sizes in bytes, times in seconds."""
 
-    # A part is about 1 MiB; float64 data raw and its slack fit eight times over. Each link has two
+    # A part is about 1 MiB; float64 data raw and its slack fit eight times over. Each flow has two
     # buffers of this size, of which only the touched pages cost memory.
     payload_bytes_max: int = 8 << 20
     # One frame per part: 16 GiB in parts of 1 MiB to one peer, at about 200 bytes per waiting
@@ -70,10 +63,23 @@ class LinkLimits:
     dial_timeout_s: float = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What the operator chose. `flows` per link, 0: by measured rate and round trip. The caps hold
+    for all links together, in megabit per second of TCP payload; 0: none."""
+
+    flows: int = 0
+    security: Security = Security.TLS
+    upload_mbps: float = 0.0
+    download_mbps: float = 0.0
+
+
 class LinkOwner(Protocol):
-    """What a link asks of its pool. All of it is called from the link's threads."""
+    """What a link asks of its pool. All of it is called from the flows' threads."""
 
     def frame_arrived(self, link: Link, header: Header, payload: memoryview) -> None: ...
+
+    def frame_sent(self, link: Link, header: Header, payload_bytes: int) -> None: ...
 
     def send_failed(self, link: Link, header: Header, error: Exception) -> None: ...
 
@@ -84,49 +90,88 @@ class LinkOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Counters of one link. `rtt_s` is None until a ping came back; `dialled` says by which
-    side.
-    """
+    """Counters of one link. `rtt_s` is None until a ping came back, the rates (bytes per second
+    while busy) until enough was moved; `dialled` says by which side."""
 
     peer_id: str
     dialled: bool
+    sealed: bool
+    flows: int
     age_s: float
     bytes_in: int
     bytes_out: int
     waiting_frames: int
     rtt_s: float | None
+    up_bytes_per_s: float | None
+    down_bytes_per_s: float | None
+
+
+class Look(NamedTuple):
+    """What one look at a link finds: bytes that are through, and whether more are on their way."""
+
+    delivered: int
+    heard: int
+    sending: bool
+    receiving: bool
 
 
 class Link:
-    """`dialled` is True when this side dialled. `session` names the other side's pool instance."""
+    """`dialled_at` is the address where this side dialled, None when the other side did. `session`
+    names the other side's pool instance, `token` this link, for flows that join it."""
 
     def __init__(
-        self, channel: Channel, outbox: Outbox, owner: LinkOwner, *, dialled: bool, session: bytes
+        self,
+        peer_id: str,
+        outbox: Outbox,
+        owner: LinkOwner,
+        *,
+        hello: Hello,
+        dialled_at: str | None,
     ) -> None:
-        self.peer_id = channel.peer_id
-        self.dialled = dialled
-        self.session = session
+        self.peer_id = peer_id
+        self.dialled_at = dialled_at
+        self.session = hello.session
+        self.token = hello.token
+        self.sealed = hello.security == Security.TLS
         self.rtt_s: float | None = None
-        self._channel = channel
+        self.up, self.down = Rate(), Rate()
         self._outbox = outbox
         self._owner = owner
         self._since = time.monotonic()
         self._lock = threading.Lock()
-        self._farewell = "closing"
-        self._said = self._heard = self._over = False
-        self._running = 2
+        self._flows: list[Flow] = []
+        self._past = Counts(0, 0, 0, 0)  # of flows that ended
+        self._retired: str | None = None
+        self._over = False
 
-    def start(self, spawn: Callable[[str, Callable[[], None]], None]) -> None:
-        """Start both threads through `spawn(name, target)`."""
-        spawn(f"link-read-{self.peer_id[-6:]}", self._read_all)
-        spawn(f"link-write-{self.peer_id[-6:]}", self._write_all)
+    def add(
+        self, channel: Channel, number: int, spawn: Callable[[str, Callable[[], None]], None]
+    ) -> bool:
+        """Start a flow on this channel; False if the link takes none any more."""
+        flow = Flow(channel, number, peer_id=self.peer_id, outbox=self._outbox, owner=self)
+        with self._lock:
+            if self._over or any(one.number == number for one in self._flows):
+                return False
+            self._flows.append(flow)
+            if self._retired is not None:
+                flow.retire(self._retired)
+        flow.start(spawn)
+        return True
 
     def retire(self, reason: str) -> None:
-        """Say `reason` after the frame that is being sent, then end. The outbox has another owner
-        by now.
-        """
+        """Say `reason` on every flow after the frame that it is sending, then end."""
         with self._lock:
-            self._farewell = reason
+            self._retired = reason
+            flows = list(self._flows)
+        for flow in flows:
+            flow.retire(reason)
+
+    def shrink(self) -> None:
+        """End all flows but the first, without loss."""
+        with self._lock:
+            flows = [flow for flow in self._flows if flow.number > 0]
+        for flow in flows:
+            flow.retire(REMOVED)
 
     def end(self, reason: str | None) -> None:
         """End this link now; only the first call counts."""
@@ -134,121 +179,96 @@ class Link:
             if self._over:
                 return
             self._over = True
-        self._channel.shut()
+            flows = list(self._flows)
+        for flow in flows:
+            flow.end(reason)
         self._owner.link_ended(self, reason)
+
+    @property
+    def dialled(self) -> bool:
+        return self.dialled_at is not None
 
     @property
     def over(self) -> bool:
         return self._over
 
+    @property
+    def width(self) -> int:
+        """How many flows it has."""
+        return len(self._flows)
+
+    def free_number(self) -> int:
+        """For the next flow."""
+        with self._lock:
+            taken = {flow.number for flow in self._flows}
+        return next(number for number in range(1, len(taken) + 2) if number not in taken)
+
+    def round_trip_s(self) -> float:
+        """The shortest that TCP saw on any flow; 0 where the kernel does not tell."""
+        with self._lock:
+            flows = list(self._flows)
+        return min((flow.round_trip_s() for flow in flows), default=0.0)
+
+    @property
+    def bytes_heard(self) -> int:
+        """What came from the peer so far, also of frames that are still being read."""
+        return self._counts().heard
+
+    def _counts(self) -> Counts:
+        with self._lock:
+            each = [self._past, *(flow.counts() for flow in self._flows)]
+        return Counts(*map(sum, zip(*each, strict=True)))
+
+    def look(self, now: float) -> Look:
+        """Take a sample of both rates."""
+        with self._lock:
+            flows = list(self._flows)
+        waiting = [flow.outstanding() for flow in flows]
+        counts = self._counts()
+        look = Look(
+            delivered=counts.handed - sum(count for count, _ in waiting),
+            heard=counts.heard,
+            sending=any(busy or count > 0 for count, busy in waiting),
+            receiving=any(flow.receiving for flow in flows),
+        )
+        self.up.look(now, look.delivered, busy=look.sending)
+        self.down.look(now, look.heard, busy=look.receiving)
+        return look
+
     def stats(self) -> LinkStats:
+        counts = self._counts()
         return LinkStats(
             peer_id=self.peer_id,
             dialled=self.dialled,
+            sealed=self.sealed,
+            flows=self.width,
             age_s=time.monotonic() - self._since,
-            bytes_in=self._channel.bytes_in,
-            bytes_out=self._channel.bytes_out,
+            bytes_in=counts.bytes_in,
+            bytes_out=counts.bytes_out,
             waiting_frames=len(self._outbox),
             rtt_s=self.rtt_s,
+            up_bytes_per_s=self.up.value,
+            down_bytes_per_s=self.down.value,
         )
 
-    def _read_all(self) -> None:
-        try:
-            while True:
-                received = self._channel.receive()
-                if received is None:
-                    raise LinkBroken("closed by the other side without a farewell")
-                header, payload = received
-                if header.kind is FrameKind.FAREWELL:
-                    self._hear_farewell(bytes(payload).decode(errors="replace"))
-                    return
-                self._dispatch(header, payload)
-        except RemoteProtocolError as error:
-            self.end(error.reason)
-        except MoshpitError as error:
-            self.end(str(error))
-        except Exception as error:
-            # The receiver of frames failed, not the peer. Without this frame the round is
-            # incomplete, so the link ends and both sides know.
-            log.exception("a frame from %s could not be handled", self.peer_id)
-            self.end(f"a frame could not be handled here: {error}")
-        finally:
-            self._thread_ended()
+    # -- what the flows call (FlowOwner) ----------------------------------------------------------
 
-    def _dispatch(self, header: Header, payload: memoryview) -> None:
-        if header.kind in CALLER_KINDS:
-            self._owner.frame_arrived(self, header, payload)
-        elif header.kind is FrameKind.PING:
-            reply = Header(FrameKind.PONG, contributors=header.contributors)
-            self._outbox.put(URGENT, reply, None)
-        elif header.kind is FrameKind.PONG:
-            sent_ns = header.contributors
-            self.rtt_s = max(0.0, (time.monotonic_ns() - sent_ns) / 1e9)
-        else:
-            raise RemoteProtocolError(f"{header.kind.name} in the middle of a link")
+    def frame_arrived(self, header: Header, payload: memoryview) -> None:
+        self._owner.frame_arrived(self, header, payload)
 
-    def _hear_farewell(self, reason: str) -> None:
-        if reason != SUPERSEDED:
-            self.end(f"the other side ended the link: {reason[:100]}")
-            return
-        # The other side took another link to us and sends nothing more here. It still reads: this
-        # side goes on sending until that other link has come up here too, and then says farewell
-        # itself.
-        if not self._outbox.wait_for_other_owner(self, SUPERSEDED_TIMEOUT_S):
-            self.end("superseded by a link that never came up here")
-            return
+    def sent(self, header: Header, payload_bytes: int) -> None:
+        self._owner.frame_sent(self, header, payload_bytes)
+
+    def send_failed(self, header: Header, error: Exception) -> None:
+        self._owner.send_failed(self, header, error)
+
+    def pong(self, sent_ns: int) -> None:
+        self.rtt_s = max(0.0, (time.monotonic_ns() - sent_ns) / 1e9)
+
+    def flow_ended(self, flow: Flow, reason: str | None) -> None:
         with self._lock:
-            self._heard = True
-            complete = self._said
-        if complete:
-            self.end(None)
-
-    def _write_all(self) -> None:
-        scratch: memoryview | None = None
-        try:
-            while (waiting := self._outbox.take(self)) is not None:
-                if waiting.payload_fn is None:
-                    self._channel.send(waiting.header)
-                    continue
-                if scratch is None:
-                    scratch = lazy_memory(self._channel.payload_bytes_max)
-                self._send_payload(waiting, scratch)
-            # A superseded link is complete only with its farewell, however long its reader takes; a
-            # link that closes for good says it if there is room.
-            patience_s = None if self._farewell == SUPERSEDED else 1.0
-            self._channel.send_text(FrameKind.FAREWELL, self._farewell, timeout_s=patience_s)
-            with self._lock:
-                self._said = True
-                complete = self._heard
-            if complete:
-                self.end(None)
-        except MoshpitError as error:
-            self.end(str(error))
-        except Exception as error:
-            log.exception("the writer of the link to %s failed", self.peer_id)
-            self.end(f"sending failed here: {error}")
-        finally:
-            self._thread_ended()
-
-    def _send_payload(self, waiting: Waiting, scratch: memoryview) -> None:
-        assert waiting.payload_fn is not None
-        try:
-            payload = memoryview(waiting.payload_fn(scratch)).cast("B")
-            if len(payload) > len(scratch):
-                raise Oversized(
-                    f"payload of {len(payload)} bytes for part {waiting.header.part}, "
-                    f"at most {len(scratch)} fit a frame"
-                )
-        # Encoding is the caller's code. Its failure costs this frame, not the link.
-        except Exception as error:
-            self._owner.send_failed(self, waiting.header, error)
-            return
-        self._channel.send(waiting.header, payload)
-
-    def _thread_ended(self) -> None:
-        with self._lock:
-            self._running -= 1
-            last = self._running == 0
-            self._over = self._over or last
-        if last:
-            self._channel.close()
+            self._flows.remove(flow)
+            self._past = Counts(*map(sum, zip(self._past, flow.counts(), strict=True)))
+            last = not self._flows
+        if reason is not None or last:
+            self.end(reason)

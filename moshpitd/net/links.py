@@ -18,14 +18,27 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from moshpitd.errors import LinkBroken, ProtocolError, RemoteProtocolError, Unreachable
-from moshpitd.net.channel import TEXT_BYTES_MAX, Channel
-from moshpitd.net.frames import RUN_BYTES, FrameKind, Header
+from moshpitd.net.channel import Channel
+from moshpitd.net.flow import SUPERSEDED
+from moshpitd.net.frames import GROUP_BYTES, RUN_BYTES, FrameKind, Header
+from moshpitd.net.greeting import Hello, Misfits, Security, greet_caller, greet_dialled
 from moshpitd.net.identity import Identity
-from moshpitd.net.link import SUPERSEDED, URGENT, Link, LinkCallbacks, LinkLimits, LinkStats
-from moshpitd.net.outbox import Outbox, PayloadFunction
-from moshpitd.net.tls import Credentials, Proven, listen
+from moshpitd.net.link import Link, LinkCallbacks, LinkLimits, LinkOptions, LinkStats
+from moshpitd.net.outbox import URGENT, Outbox, PayloadFunction
+from moshpitd.net.throttle import throttle
+from moshpitd.net.tls import Credentials, listen
+from moshpitd.net.traffic import Moved
+from moshpitd.net.watch import FLOWS_MAX, Watch
 
-__all__ = ["LinkCallbacks", "LinkLimits", "LinkPool", "LinkStats"]
+__all__ = [
+    "LinkCallbacks",
+    "LinkLimits",
+    "LinkOptions",
+    "LinkPool",
+    "LinkStats",
+    "Moved",
+    "Security",
+]
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +56,10 @@ class LinkPool:
         host: str = "0.0.0.0",
         port: int = 0,
         limits: LinkLimits | None = None,
+        options: LinkOptions | None = None,
     ) -> None:
         self.limits = limits or LinkLimits()
+        self.options = options or LinkOptions()
         self.credentials = Credentials(identity)
         self._own_id = identity.peer_id
         self._callbacks = callbacks
@@ -59,9 +74,18 @@ class LinkPool:
         self._threads: set[threading.Thread] = set()
         self._handshakes = threading.Semaphore(self.limits.handshakes_max)
         self._closing = threading.Event()
+        self._caps = (
+            throttle(self.options.upload_mbps, self._closing),
+            throttle(self.options.download_mbps, self._closing),
+        )
+        self._watch = Watch(
+            self, flows=self.options.flows, closing=self._closing, spawn=self._spawn
+        )
+        self._misfits = Misfits()
         self._listener = listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._spawn("link-accept", self._accept_all)
+        self._spawn("link-watch", self._watch.run)
 
     # -- what the user calls -----------------------------------------------------------------------
 
@@ -112,12 +136,8 @@ class LinkPool:
 
     def ping(self, peer_id: str) -> None:
         """Ask for a round trip; its time appears in `stats`."""
-        self.send(
-            peer_id,
-            Header(FrameKind.PING, contributors=time.monotonic_ns()),
-            None,
-            priority=URGENT,
-        )
+        header = Header(FrameKind.PING, contributors=time.monotonic_ns())
+        self.send(peer_id, header, None, priority=URGENT)
 
     def heard(self, peer_id: str) -> int:
         """Bytes that came on the link to this peer so far; 0 without a link."""
@@ -149,11 +169,31 @@ class LinkPool:
         with self._lock:
             return peer_id in self._active
 
+    def heard(self, peer_id: str) -> int:
+        """Bytes received from that peer so far, on all links to it, also those of frames that are
+        still being read: as long as this grows, the peer lives."""
+        with self._lock:
+            links = [link for link in self._links if link.peer_id == peer_id]
+        return self._watch.traffic.heard_before(peer_id) + sum(link.bytes_heard for link in links)
+
     def stats(self) -> list[LinkStats]:
         """One entry per link that is sent on."""
         with self._lock:
             links = list(self._active.values())
         return [link.stats() for link in links]
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """(up, down) in bytes per second: the most that all links together were seen to carry
+        lately; None until enough was moved."""
+        return self._watch.traffic.up.value, self._watch.traffic.down.value
+
+    def moved(self) -> dict[Moved, int]:
+        """Bytes of whole frames since the start, by run, kind and direction."""
+        return self._watch.traffic.moved()
+
+    def misfits(self) -> dict[str, str]:
+        """Peers that could not link because links.security differs, with the sentence for it."""
+        return self._misfits.words()
 
     def close(self, *, farewell_timeout_s: float = 1.0) -> None:
         """Say farewell, end every link, join every thread. Not from a callback."""
@@ -163,6 +203,7 @@ class LinkPool:
             self._closing.set()
             outboxes, links = list(self._outboxes.values()), list(self._links)
         _wake_accept(self._listener)
+        self._watch.wake()
         for outbox in outboxes:
             outbox.close()
         deadline = time.monotonic() + farewell_timeout_s
@@ -184,12 +225,17 @@ class LinkPool:
         with self._lock:
             if link not in self._links:
                 raise LinkBroken("dropped")
+        self._watch.count(header, len(payload), sent=False)
         self._callbacks.on_frame(link.peer_id, header, payload)
+
+    def frame_sent(self, link: Link, header: Header, payload_bytes: int) -> None:
+        self._watch.count(header, payload_bytes, sent=True)
 
     def send_failed(self, link: Link, header: Header, error: Exception) -> None:
         self._tell(self._callbacks.on_send_failed, link.peer_id, header, error)
 
     def link_ended(self, link: Link, reason: str | None) -> None:
+        self._watch.traffic.keep(link)
         with self._lock:
             if link not in self._links:
                 return  # dropped, or replaced after a loss that was already told
@@ -227,6 +273,22 @@ class LinkPool:
             # A user's mistake must not leave a link half made or half ended.
             log.exception("a callback of the links failed")
 
+    # -- what the watch calls (Watched) ------------------------------------------------------------
+
+    def all_links(self) -> tuple[list[Link], list[Link]]:
+        with self._lock:
+            return list(self._links), list(self._active.values())
+
+    def add_flow(self, link: Link) -> bool:
+        assert link.dialled_at is not None
+        number = link.free_number()
+        channel, hello = self._connect(link.peer_id, link.dialled_at, token=link.token, flow=number)
+        self._fit_out(channel)
+        if hello.session == link.session and link.add(channel, number, self._spawn):
+            return True
+        channel.abandon()
+        return False
+
     # -- making links ------------------------------------------------------------------------------
 
     def _outbox(self, peer_id: str) -> Outbox:
@@ -253,13 +315,12 @@ class LinkPool:
                 if self._closing.is_set() or self.is_up(peer_id):
                     break
                 try:
-                    self._greet_as_dialler(
-                        self.credentials.connect(
-                            address, expected=peer_id, timeout_s=self.limits.dial_timeout_s
-                        )
-                    )
+                    token = secrets.token_bytes(GROUP_BYTES)
+                    channel, hello = self._connect(peer_id, address, token=token, flow=0)
+                    self._adopt(channel, peer_id, hello, dialled_at=address)
                     break
                 except (Unreachable, LinkBroken, ProtocolError) as error:
+                    self._misfits.remember(peer_id, error)
                     text = str(error)
                     causes.append(text if text.startswith(address) else f"{address}: {text}")
             if not self.is_up(peer_id):
@@ -279,17 +340,24 @@ class LinkPool:
             else:
                 future.set_exception(error)
 
-    def _greet_as_dialler(self, proven: Proven) -> None:
-        channel = Channel(proven, payload_bytes_max=self.limits.payload_bytes_max)
-        try:
-            channel.send_text(FrameKind.HELLO, proven.peer_id, run=self._session)
-            header, text = self._receive_greeting(channel)
-            if header.kind is FrameKind.FAREWELL:
-                raise RemoteProtocolError(f"refused there: {text}")
-        except BaseException:
-            channel.abandon()
-            raise
-        self._adopt(channel, dialled=True, session=header.run)
+    def _connect(
+        self, peer_id: str, address: str, *, token: bytes, flow: int
+    ) -> tuple[Channel, Hello]:
+        """A greeted connection. Raises Unreachable, LinkBroken, ProtocolError."""
+        limits = self.limits
+        proven = self.credentials.connect(
+            address,
+            expected=peer_id,
+            timeout_s=limits.dial_timeout_s,
+        )
+        channel, hello = greet_dialled(
+            proven,
+            Hello(self._session, token, flow, self.options.security),
+            timeout_s=limits.handshake_timeout_s,
+            payload_bytes_max=limits.payload_bytes_max,
+        )
+        # Which link this is was our word; what comes back is the other side's session.
+        return channel, Hello(hello.session, token, flow, hello.security)
 
     def _accept_all(self) -> None:
         while not self._closing.is_set():
@@ -309,70 +377,68 @@ class LinkPool:
             self._spawn("link-greet", lambda raw=raw: self._greet(raw))  # type: ignore[misc]
 
     def _greet(self, raw: socket.socket) -> None:
+        limits = self.limits
         try:
-            timeout_s = self.limits.handshake_timeout_s
-            self._greet_as_listener(self.credentials.accept(raw, timeout_s=timeout_s))
+            proven = self.credentials.accept(raw, timeout_s=limits.handshake_timeout_s)
+            channel, hello = greet_caller(
+                proven,
+                Hello(self._session, bytes(GROUP_BYTES), 0, self.options.security),
+                own_id=self._own_id,
+                refusal=self._refusal,
+                timeout_s=limits.handshake_timeout_s,
+                payload_bytes_max=limits.payload_bytes_max,
+            )
+            if hello.flow == 0:
+                self._adopt(channel, proven.peer_id, hello, dialled_at=None)
+            else:
+                self._join(channel, proven.peer_id, hello)
         except (LinkBroken, ProtocolError) as error:
             # Port scanners and strangers arrive here all day; whoever is missing has its own
             # message.
             log.debug("no link for a caller: %s", error)
+            if isinstance(error, RemoteProtocolError):
+                self._misfits.remember(error.peer, error)
         except Exception:
             log.exception("greeting a caller failed")
         finally:
             self._handshakes.release()
 
-    def _greet_as_listener(self, proven: Proven) -> None:
-        channel = Channel(proven, payload_bytes_max=self.limits.payload_bytes_max)
-        try:
-            header, text = self._receive_greeting(channel)
-            refusal = self._refusal(proven.peer_id, header, text)
-            if refusal is not None:
-                channel.send_text(FrameKind.FAREWELL, refusal)
-                raise RemoteProtocolError(refusal, peer=proven.peer_id)
-            channel.send_text(FrameKind.HELLO, self._own_id, run=self._session)
-        except BaseException:
-            channel.abandon()
-            raise
-        self._adopt(channel, dialled=False, session=header.run)
-
-    def _receive_greeting(self, channel: Channel) -> tuple[Header, str]:
-        received = channel.receive(
-            self.limits.handshake_timeout_s, payload_bytes_max=TEXT_BYTES_MAX
-        )
-        if received is None:
-            raise LinkBroken("closed before HELLO")
-        header, payload = received
-        if header.kind not in (FrameKind.HELLO, FrameKind.FAREWELL):
-            raise RemoteProtocolError(f"{header.kind.name} before HELLO")
-        return header, bytes(payload[:100]).decode(errors="replace")
-
-    def _refusal(self, peer_id: str, header: Header, wanted: str) -> str | None:
-        if header.kind is not FrameKind.HELLO:
-            return "FAREWELL before HELLO"
-        if peer_id == self._own_id:
-            return "this is your own PeerID"
-        if wanted != self._own_id:
-            return f"wrong PeerID: this is {self._own_id}"
+    def _refusal(self, peer_id: str, hello: Hello) -> str | None:
         with self._lock:
+            if hello.flow > 0:
+                link = self._link_of(peer_id, hello)
+                fits = link is not None and link.width < FLOWS_MAX
+                return None if fits else "no link that takes this flow"
             if len(self._links) >= self.limits.links_max and peer_id not in self._outboxes:
                 return f"{self.limits.links_max} links are in use"
         return self._callbacks.admit(peer_id)
 
-    def _adopt(self, channel: Channel, *, dialled: bool, session: bytes) -> None:
-        peer_id = channel.peer_id
+    def _link_of(self, peer_id: str, hello: Hello) -> Link | None:
+        """Under the lock: the link that a further flow belongs to."""
+        link = self._active.get(peer_id)
+        if link is None or (link.session, link.token) != (hello.session, hello.token):
+            return None
+        return link
+
+    def _adopt(
+        self, channel: Channel, peer_id: str, hello: Hello, *, dialled_at: str | None
+    ) -> None:
+        dialled = dialled_at is not None
+        self._fit_out(channel)
+        self._misfits.forget(peer_id)
         with self._lock:
             if self._closing.is_set():
                 channel.abandon()
                 return
             old = self._active.get(peer_id)
-            crossing = old is not None and old.session == session and old.dialled != dialled
+            crossing = old is not None and old.session == hello.session and old.dialled != dialled
             lost_outbox = None
             if old is not None and not crossing:
                 # The peer restarted, or gave the old link up before this side noticed. Frames of
                 # the old link may be missing.
                 lost_outbox = self._forget(peer_id)
             outbox = self._outbox(peer_id)
-            link = Link(channel, outbox, self, dialled=dialled, session=session)
+            link = Link(peer_id, outbox, self, hello=hello, dialled_at=dialled_at)
             self._links.add(link)
             # Both dialled at once: the link that the smaller PeerID dialled stays, as both ends
             # know.
@@ -386,7 +452,20 @@ class LinkPool:
             if old is not None:
                 self._finish_loss(peer_id, lost_outbox, old, "replaced by a newer link")
             self._tell(self._callbacks.on_up, peer_id)
-        link.start(self._spawn)
+        if not link.add(channel, 0, self._spawn):
+            channel.abandon()
+
+    def _fit_out(self, channel: Channel) -> None:
+        """What every flow of ours has."""
+        channel.stream.wire.up, channel.stream.wire.down = self._caps
+
+    def _join(self, channel: Channel, peer_id: str, hello: Hello) -> None:
+        """A further flow that the other side dialled."""
+        self._fit_out(channel)
+        with self._lock:
+            link = self._link_of(peer_id, hello)
+        if link is None or not link.add(channel, hello.flow, self._spawn):
+            channel.abandon()
 
 
 def _wake_accept(listener: socket.socket) -> None:

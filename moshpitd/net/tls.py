@@ -17,8 +17,9 @@ from libp2p.peer.id import ID
 from libp2p.security.tls.certificate import verify_certificate_chain
 from libp2p.security.tls.transport import TLSTransport
 
-from moshpitd.errors import ConfigError, RemoteProtocolError, Unreachable
+from moshpitd.errors import ConfigError, LinkBroken, RemoteProtocolError, Unreachable
 from moshpitd.net.identity import Identity, is_peer_id
+from moshpitd.net.streams import Silent, TlsStream
 
 # Silence on a link is judged by the protocol's own deadlines; these only free a socket whose host
 # is gone. Unacknowledged data ends a link after 20 s, an idle link after 10 + 3 * 5 s.
@@ -30,11 +31,11 @@ KEEPALIVE_PROBES = 3
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A handshaken socket and who is at its other end. `certificate` tells two holders of one key
+    """A handshaken stream and who is at its other end. `certificate` tells two holders of one key
     apart.
     """
 
-    socket: ssl.SSLSocket
+    stream: TlsStream
     peer_id: str
     certificate: bytes
 
@@ -48,11 +49,11 @@ class Credentials:
         transport = TLSTransport(identity.keypair)
         self.peer_id = identity.peer_id
         self.certificate: bytes = ssl.PEM_cert_to_DER_cert(transport._cert_pem)
-        self._client = transport.create_ssl_context(server_side=False)
-        self._server = transport.create_ssl_context(server_side=True)
+        self.client_context = transport.create_ssl_context(server_side=False)
+        self.server_context = transport.create_ssl_context(server_side=True)
         # Links live long and reconnect rarely: a session ticket is only a record the client must
         # skip.
-        self._server.num_tickets = 0
+        self.server_context.num_tickets = 0
 
     def connect(self, address: str, *, expected: str | None, timeout_s: float) -> Proven:
         """Dial `address` (host:port) and prove both ends; `expected` None takes whoever is there.
@@ -85,25 +86,22 @@ class Credentials:
         return self._handshake(raw, server_side=True, timeout_s=timeout_s)
 
     def _handshake(self, raw: socket.socket, *, server_side: bool, timeout_s: float) -> Proven:
-        context = self._server if server_side else self._client
-        secured: ssl.SSLSocket | None = None
         try:
-            raw.settimeout(timeout_s)
-            _tune(raw)
-            # wrap_socket takes the file descriptor over; on an error inside, it closes it itself.
-            secured = context.wrap_socket(raw, server_side=server_side)
-            certificate = secured.getpeercert(binary_form=True)
+            tune(raw)
+            context = self.server_context if server_side else self.client_context
+            stream = TlsStream(raw, context, server_side=server_side)
+            certificate = stream.handshake(timeout_s)
             if not certificate:
                 raise RemoteProtocolError("the other side sent no certificate")
-            return Proven(secured, proven_peer_id(certificate), certificate)
+            return Proven(stream, proven_peer_id(certificate), certificate)
         except RemoteProtocolError:
-            _close(secured or raw)
+            _close(raw)
             raise
-        except TimeoutError:
-            _close(secured or raw)
+        except Silent:
+            _close(raw)
             raise RemoteProtocolError(f"no TLS handshake within {timeout_s:g} s") from None
-        except (OSError, ValueError) as error:
-            _close(secured or raw)
+        except (OSError, ValueError, LinkBroken) as error:
+            _close(raw)
             raise RemoteProtocolError(f"no libp2p TLS handshake: {error}") from None
 
 
@@ -126,7 +124,7 @@ def probe(credentials: Credentials, address: str, *, timeout_s: float = 3.0) -> 
     behind.
     """
     proven = credentials.connect(address, expected=None, timeout_s=timeout_s)
-    _close(proven.socket)
+    proven.stream.wire.close()
     return proven.peer_id, proven.certificate
 
 
@@ -162,7 +160,7 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _tune(raw: socket.socket) -> None:
+def tune(raw: socket.socket) -> None:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)

@@ -8,8 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,81 +26,12 @@ from moshpitd.errors import (
     Unreachable,
 )
 from moshpitd.net.channel import Channel
-from moshpitd.net.frames import FrameKind, Header
+from moshpitd.net.frames import WIRE_VERSION, FrameKind, Header
 from moshpitd.net.identity import Identity
-from moshpitd.net.links import LinkCallbacks, LinkLimits, LinkPool
+from moshpitd.net.links import LinkLimits
 from moshpitd.net.outbox import PayloadFunction
 from moshpitd.net.tls import Credentials, listen, parse_address, probe, proven_peer_id
-
-PATIENCE_S = 10.0
-LIMITS = LinkLimits(payload_bytes_max=1 << 20, queue_frames_max=100, handshake_timeout_s=1.0)
-
-
-class Side:
-    """A pool that writes down what it was told. `gate` closed makes the reader thread wait."""
-
-    def __init__(self, identity: Identity, limits: LinkLimits = LIMITS) -> None:
-        self.id = identity.peer_id
-        self.identity = identity
-        self.frames: list[tuple[str, Header, bytes]] = []
-        self.events: list[tuple[str, str, str]] = []
-        self.failed: list[tuple[Header, Exception]] = []
-        self.banned: set[str] = set()
-        self.frame_error: Exception | None = None
-        self.gate = threading.Event()
-        self.gate.set()
-        self.changed = threading.Condition()
-        callbacks = LinkCallbacks(
-            on_frame=self._frame,
-            on_lost=lambda peer_id, reason: self._note("lost", peer_id, reason),
-            on_up=lambda peer_id: self._note("up", peer_id, ""),
-            on_send_failed=self._failed,
-            admit=lambda peer_id: "banned" if peer_id in self.banned else None,
-        )
-        self.pool = LinkPool(identity, callbacks, host="127.0.0.1", limits=limits)
-        self.address = f"127.0.0.1:{self.pool.port}"
-
-    def _frame(self, peer_id: str, header: Header, payload: memoryview) -> None:
-        self.gate.wait(PATIENCE_S)
-        with self.changed:
-            self.frames.append((peer_id, header, bytes(payload)))
-            self.changed.notify_all()
-        if self.frame_error is not None:
-            raise self.frame_error
-
-    def _note(self, what: str, peer_id: str, reason: str) -> None:
-        with self.changed:
-            self.events.append((what, peer_id, reason))
-            self.changed.notify_all()
-
-    def _failed(self, peer_id: str, header: Header, error: Exception) -> None:
-        with self.changed:
-            self.failed.append((header, error))
-            self.changed.notify_all()
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, PATIENCE_S), (self.events, len(self.frames))
-
-    def lost(self) -> list[str]:
-        return [reason for what, _, reason in self.events if what == "lost"]
-
-    def names(self) -> list[str]:
-        return [what for what, _, _ in self.events]
-
-    def payloads(self) -> list[bytes]:
-        return [payload for _, _, payload in self.frames]
-
-    def dial(self, other: Side) -> Future[None]:
-        return self.pool.dial(other.id, [other.address])
-
-    def send(self, other: Side, content: bytes, *, priority: int = 0, part: int = 0) -> None:
-        header = Header(FrameKind.CONTRIBUTION, part=part)
-        self.pool.send(other.id, header, constant(content), priority=priority)
-
-
-def constant(content: bytes) -> PayloadFunction:
-    return lambda scratch: content
+from tests.kit.link_sides import LIMITS, PATIENCE_S, Side, constant
 
 
 @dataclass
@@ -133,9 +63,9 @@ def net(identities: list[Identity]) -> Iterator[Net]:
 def raw_channel(net: Net, *, greet: bool = True) -> Channel:
     """A link to `large` made by hand with the third identity, to send what no pool would send."""
     proven = Credentials(net.third).connect(net.large.address, expected=net.large.id, timeout_s=5)
-    channel = Channel(proven, payload_bytes_max=1 << 20)
+    channel = Channel(proven.stream, payload_bytes_max=1 << 20)
     if greet:
-        channel.send_text(FrameKind.HELLO, net.large.id, run=b"sessionX")
+        channel.send_text(Header(FrameKind.HELLO, run=b"sessionX"), net.large.id)
         received = channel.receive(5.0)
         assert received is not None
         assert received[0].kind is FrameKind.HELLO
@@ -143,14 +73,14 @@ def raw_channel(net: Net, *, greet: bool = True) -> Channel:
 
 
 def send_raw(channel: Channel, content: bytes) -> None:
-    channel._write(memoryview(content), 5.0)
+    channel.stream.write((memoryview(content),), 5.0)
 
 
 # -- the healthy way ------------------------------------------------------------------------------
 
 
 def test_frames_travel_both_ways_whole(net: Net) -> None:
-    net.small.dial(net.large).result(PATIENCE_S)
+    net.small.link(net.large)
     header = Header(
         FrameKind.RESULT, b"run-hash", b"group-id-16bytes", part=7, epoch=3, codec=2, flags=1,
         contributors=2**63 | 1,
@@ -289,7 +219,7 @@ def test_wrong_peer_id_at_the_address_is_refused_by_the_dialler(net: Net) -> Non
 
 def test_wrong_peer_id_in_the_greeting_is_refused_by_the_listener(net: Net) -> None:
     channel = raw_channel(net, greet=False)
-    channel.send_text(FrameKind.HELLO, net.small.id)
+    channel.send_text(Header(FrameKind.HELLO), net.small.id)
     received = channel.receive(5.0)
     assert received is not None
     assert received[0].kind is FrameKind.FAREWELL
@@ -410,7 +340,8 @@ BAD_FRAMES = {
     "crc32": Header(FrameKind.CONTRIBUTION).pack(length=3, crc=1) + b"abc",
     "announces 4294967295 bytes": Header(FrameKind.CONTRIBUTION).pack(length=2**32 - 1, crc=0),
     "version 9": b"\x09" + Header(FrameKind.CONTRIBUTION).pack(length=0, crc=0)[1:],
-    "unknown kind 200": b"\x01\xc8" + Header(FrameKind.CONTRIBUTION).pack(length=0, crc=0)[2:],
+    "unknown kind 200": bytes([WIRE_VERSION, 200])
+    + Header(FrameKind.CONTRIBUTION).pack(length=0, crc=0)[2:],
     "HELLO in the middle": Header(FrameKind.HELLO).pack(length=0, crc=0),
     "without a farewell": b"",
 }

@@ -139,10 +139,10 @@ def test_runs_beyond_the_bound_share_a_label(metrics: NodeMetrics) -> None:
 
 
 def test_what_the_daemon_counts_itself(metrics: NodeMetrics) -> None:
-    metrics.add_bytes("digits", sent=10, received=20, kind="part")
-    metrics.add_bytes("digits", sent=5, kind="part")
+    metrics.add_carried("digits", "part", True, 10)
+    metrics.add_carried("digits", "part", True, 5)
     metrics.add_codec_seconds("float32", "encode", 0.5)
-    metrics.set_link_rates(sent=1e6, received=2e6)
+    metrics.set_link_rates(None, 2e6)
     metrics.set_peers("digits", {"heard": 3, "lost": 1})
     metrics.set_version("digits", 9, lag=2)
     metrics.set_joined(True)

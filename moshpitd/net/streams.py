@@ -1,0 +1,283 @@
+"""Bytes over one proven connection, read by one thread while another one writes: TLS or plain.
+
+One rule: no lock is held while the kernel is waited for. An SSL object must not be used by two
+threads at once, and CPython releases the GIL inside it without a lock of its own; so it works on
+memory here, under a lock, and only ciphertext meets the socket. That also pays in calls: a TLS
+socket asks the kernel twice per record of 16 KiB to read and once to write, this asks once per
+256 KiB. Measured on loopback, both ends on 2 cores: 2.0 to 2.4 GB/s, an ssl.SSLSocket 1.0 GB/s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from moshpitd.errors import LinkBroken
+from moshpitd.net.frames import SEGMENT_BYTES
+from moshpitd.net.throttle import Throttle
+
+# What one call asks of the kernel. A segment is also what is encrypted in one go: it must fit the
+# second-level cache twice; smaller pieces pay for more calls, larger ones hold the lock longer than
+# the 0.1 ms that the other direction may wait.
+SLICE_BYTES = SEGMENT_BYTES
+
+
+class Silent(LinkBroken):
+    """A wait took longer than its bound."""
+
+
+class Stream(Protocol):
+    """One reading and one writing thread at a time. What fails is LinkBroken."""
+
+    wire: Wire
+    sealed: bool
+    """Every byte is authenticated by the stream itself."""
+
+    def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
+        """Fill the view; less only at the end of the stream. `timeout_s` bounds each wait."""
+        ...
+
+    def write(
+        self,
+        pieces: Sequence[memoryview],
+        timeout_s: float | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """Hand all of it to the kernel: a segment and small change. `urgent` waits for no cap."""
+        ...
+
+
+class Wire:
+    """A blocking socket with its caps. `bytes_heard` is what the kernel has handed over,
+    `bytes_handed` what it has taken."""
+
+    def __init__(self, raw: socket.socket) -> None:
+        raw.settimeout(None)
+        self._socket = raw
+        self.bytes_heard = 0
+        self.bytes_handed = 0
+        self.up: Throttle | None = None
+        self.down: Throttle | None = None
+
+    @property
+    def descriptor(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self, view: memoryview, timeout_s: float | None) -> int:
+        """At least one byte, or 0 at the end of the stream."""
+        most = SLICE_BYTES if self.down is None else self.down.piece_bytes
+        try:
+            if timeout_s is not None:
+                self._wait(select.POLLIN, timeout_s)
+            count = self._socket.recv_into(view, min(len(view), most))
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_cause(error)) from None
+        self.bytes_heard += count
+        if self.down is not None:
+            self.down.wait(count)  # what waits in the kernel meanwhile slows the sender down
+        return count
+
+    def send(
+        self, pieces: Sequence[memoryview], timeout_s: float | None, *, urgent: bool = False
+    ) -> None:
+        try:
+            if self.up is None:
+                self._send(pieces, timeout_s)
+                return
+            for piece in pieces:
+                for start in range(0, len(piece), self.up.piece_bytes):
+                    part = piece[start : start + self.up.piece_bytes]
+                    if urgent:
+                        self.up.reserve(len(part))
+                    else:
+                        self.up.wait(len(part))
+                    self._send((part,), timeout_s)
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_cause(error)) from None
+
+    def _send(self, pieces: Sequence[memoryview], timeout_s: float | None) -> None:
+        rest = [piece for piece in pieces if piece]
+        while rest:
+            if timeout_s is None:
+                count = self._socket.sendmsg(rest)
+            else:
+                self._wait(select.POLLOUT, timeout_s)
+                try:
+                    count = self._socket.sendmsg(rest, (), socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue
+            self.bytes_handed += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if rest and count:
+                rest[0] = rest[0][count:]
+
+    def _wait(self, event: int, timeout_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._socket.fileno(), event)
+        # The flags do not matter: after an error or a hang-up the next call says what it was.
+        if not poller.poll(timeout_s * 1000):
+            raise Silent(f"silent for {timeout_s:g} s")
+
+    def shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+class PlainStream:
+    """The socket as it is. `ahead` was read before this was made and comes first."""
+
+    sealed = False
+
+    def __init__(self, wire: Wire, ahead: bytes = b"") -> None:
+        self.wire = wire
+        self._ahead = memoryview(ahead)
+
+    def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
+        got = min(len(self._ahead), len(view))
+        if got:
+            view[:got] = self._ahead[:got]
+            self._ahead = self._ahead[got:]
+        while got < len(view):
+            count = self.wire.receive(view[got:], timeout_s)
+            if count == 0:
+                break
+            got += count
+        return got
+
+    def write(
+        self,
+        pieces: Sequence[memoryview],
+        timeout_s: float | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        self.wire.send(pieces, timeout_s, urgent=urgent)
+
+
+class TlsStream:
+    """TLS over a socket. Invariant: the lock is held whenever the SSL object or its two memories
+    are touched, and never during a call on the socket."""
+
+    sealed = True
+
+    def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self.wire = Wire(raw)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._lock = threading.Lock()
+        self._room = memoryview(bytearray(SLICE_BYTES))
+
+    def handshake(self, timeout_s: float) -> bytes:
+        """Shake hands in `timeout_s` altogether; returns the other side's certificate (DER), empty
+        if it sent none. Raises ssl.SSLError, Silent and LinkBroken."""
+        self._converse(self._tls.do_handshake, timeout_s)
+        return self._tls.getpeercert(binary_form=True) or b""
+
+    def strip(self, timeout_s: float) -> PlainStream:
+        """Leave TLS where both sides say so: each sends its closing alert, authenticated, and what
+        follows it is plain. Only while no other thread uses this stream; it is of no use after.
+        """
+        try:
+            self._converse(self._tls.unwrap, timeout_s)
+        except (OSError, ValueError) as error:
+            raise LinkBroken(f"leaving TLS: {_cause(error)}") from None
+        # OpenSSL takes records one by one, so what came behind the alert still lies here.
+        return PlainStream(self.wire, self._incoming.read())
+
+    def _converse(self, step: Callable[[], object], timeout_s: float) -> None:
+        """Repeat a step of TLS until it needs nothing more from the other side."""
+        deadline = time.monotonic() + timeout_s
+        over = False
+        while not over:
+            try:
+                step()
+                over = True
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError:
+                with contextlib.suppress(LinkBroken):
+                    self._flush(deadline)  # the alert tells the other side why
+                raise
+            self._flush(deadline)
+            if not over and self._fill(_left(deadline)) == 0:
+                raise LinkBroken("closed by the other side")
+
+    def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
+        got, wanted = 0, len(view)
+        while got < wanted:
+            try:
+                with self._lock:
+                    while got < wanted:
+                        count = _read(self._tls, view[got:])
+                        if count == 0:
+                            return got
+                        got += count
+            except ssl.SSLWantReadError:
+                if self._fill(timeout_s) == 0:
+                    break
+            except (OSError, ValueError) as error:
+                raise LinkBroken(_cause(error)) from None
+        return got
+
+    def write(
+        self,
+        pieces: Sequence[memoryview],
+        timeout_s: float | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        try:
+            with self._lock:
+                for piece in pieces:
+                    rest = piece
+                    while rest:  # into memory, so it takes all; its interface does not promise it
+                        rest = rest[self._tls.write(rest) :]
+                sealed = self._outgoing.read()
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_cause(error)) from None
+        self.wire.send((memoryview(sealed),), timeout_s, urgent=urgent)
+
+    def _fill(self, timeout_s: float | None) -> int:
+        count = self.wire.receive(self._room, timeout_s)
+        if count:
+            with self._lock:
+                self._incoming.write(self._room[:count])
+        return count
+
+    def _flush(self, deadline: float) -> None:
+        if self._outgoing.pending:
+            self.wire.send((memoryview(self._outgoing.read()),), _left(deadline))
+
+
+def _read(tls: ssl.SSLObject, view: memoryview) -> int:
+    """At most one record. typeshed knows neither the buffer's type nor what comes back."""
+    count: Any = tls.read(len(view), view)
+    return int(count)
+
+
+def _left(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise Silent("out of time")
+    return left_s
+
+
+def _cause(error: OSError | ValueError) -> str:
+    if isinstance(error, ssl.SSLEOFError):
+        return "closed by the other side"
+    if isinstance(error, TimeoutError):
+        return "nothing acknowledged (TCP timeout)"
+    text = error.strerror if isinstance(error, OSError) else None
+    return str(text or error)

@@ -1,0 +1,103 @@
+"""The links' settings between real daemons: what an average makes of them, and what people see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moshpitd.testing import LocalSwarm
+from tests.kit.swarm import Tensors, average, same_bits, trainers, until
+
+pytestmark = pytest.mark.asyncio
+
+COUNT = 2_000_000  # 8 MB: parts of many segments, for every flow
+
+
+def numbers(seed: int) -> Tensors:
+    return {"w": torch.randn(COUNT, generator=torch.Generator().manual_seed(seed))}
+
+
+def told(swarm: LocalSwarm, index: int, name: str) -> dict[str, float]:
+    """The samples of one metric of a node, by labels."""
+    lines = swarm.node(index).metrics.render().decode().splitlines()
+    found = (line.rpartition(" ") for line in lines if line.startswith(name + "{"))
+    return {labels: float(value) for labels, _, value in found}
+
+
+async def averaged(swarm: LocalSwarm, run: str, rounds: int = 1) -> None:
+    """Three rounds' worth of proof that every member holds the mean."""
+    tensors = [numbers(0) for _ in range(3)]
+    async with trainers(swarm, run, tensors) as sessions:
+        for turn in range(rounds):
+            values = [numbers(10 * turn + index) for index in range(3)]
+            for own, value in zip(tensors, values, strict=True):
+                own["w"].copy_(value["w"])
+            results = await average(swarm, sessions)
+            assert {result.status for result in results} == {"complete"}
+            mean = sum(value["w"].double() for value in values) / 3
+            torch.testing.assert_close(tensors[0]["w"].double(), mean, rtol=1e-6, atol=1e-6)
+            assert same_bits(tensors)
+
+
+async def test_authenticated_links_with_several_flows_average_and_say_what_they_are() -> None:
+    async with LocalSwarm(
+        3,
+        links__security="authenticated",
+        links__flows=3,
+        network__trusted_network=True,
+    ) as swarm:
+        await averaged(swarm, "plain", rounds=3)
+        pools = [swarm.node(index)._live()._links for index in range(3)]
+        await until(
+            lambda: all(one.flows == 3 and not one.sealed for p in pools for one in p.stats()),
+            timeout_s=10,
+            what="three flows for every link",
+        )
+        await averaged(swarm, "again")
+        for index in range(3):
+            warnings = " ".join(swarm.node(index).status()["warnings"])
+            assert "links.security is authenticated" in warnings
+            assert "nor protected against change" in warnings
+
+
+async def test_the_default_says_nothing_and_every_kind_is_counted() -> None:
+    async with LocalSwarm(3) as swarm:
+        await averaged(swarm, "sealed", rounds=2)
+        assert "authenticated" not in " ".join(swarm.node(0).status()["warnings"])
+        assert all(one.sealed for one in swarm.node(0)._live()._links.stats())
+        moved = told(swarm, 0, "moshpit_bytes_total")
+        for kind in ("part", "result", "control"):
+            for direction in ("sent", "received"):
+                labels = f'{{direction="{direction}",kind="{kind}",run="sealed"}}'
+                assert moved["moshpit_bytes_total" + labels] > 0, labels
+        # Two rounds, two others: 2/3 of the vector there, 1/3 twice as a result, and headers.
+        third = 2 * 4 * COUNT / 3
+        sent = moved['moshpit_bytes_total{direction="sent",kind="part",run="sealed"}']
+        assert sent == pytest.approx(2 * third, rel=0.25)
+
+
+async def test_peers_of_other_security_are_named_in_status() -> None:
+    async with LocalSwarm(2) as swarm:
+        await swarm.stop_node(1)
+        await swarm.start(1, links__security="authenticated", network__trusted_network=True)
+        await swarm.together()
+        tensors = [numbers(0) for _ in range(2)]
+        async with trainers(swarm, "apart", tensors) as sessions:
+            await average(swarm, sessions, timeout_s=5, min_participants=1)
+            for index in range(2):
+                words = " ".join(swarm.node(index).status()["warnings"])
+                assert "links.security is" in words
+                assert "both must say the same" in words
+
+
+async def test_a_cap_lowers_what_a_peer_is_given_to_reduce() -> None:
+    async with LocalSwarm(2) as swarm:
+        await swarm.add(limits__upload_mbps=100, limits__download_mbps=400)
+        await swarm.together()
+        addressed = swarm.node(2)._live().addressed()
+        assert (addressed.up_mbps, addressed.down_mbps) == (100, 400)
+        await averaged(swarm, "capped")
+        moved = told(swarm, 2, "moshpit_bytes_total")
+        labels = '{direction="sent",kind="result",run="capped"}'
+        results = moved.get("moshpit_bytes_total" + labels, 0.0)
+        assert results < 0.1 * 4 * COUNT, "a tenth of the rate, so hardly any part is its own"
