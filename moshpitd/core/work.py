@@ -30,6 +30,9 @@ CATCH_UPS = 3
 waiting for ever."""
 
 
+DISPUTED = (Reason.PARITY, Reason.AUDIT)
+"""After these a sweep ends: what is in the bucket there is not to be averaged further."""
+
 LINGERING = 4
 """Ended rounds whose results are kept for slower members; each holds up to a bucket of payloads."""
 
@@ -404,8 +407,7 @@ class Conductor:
             work.worst = outcome
         go_on = (
             outcome.status is not Status.FAILED
-            and outcome.reason
-            not in (Reason.PARITY, Reason.AUDIT)  # what is in the bucket there is in dispute
+            and outcome.reason not in DISPUTED
             and work.rounds_left > 0
             and now < work.deadline_at
         )

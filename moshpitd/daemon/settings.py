@@ -124,7 +124,11 @@ class LinksSection(_Section):
         number = isinstance(flows, int) and not isinstance(flows, bool) and 1 <= flows <= FLOWS_MAX
         if flows != "auto" and not number:
             raise Misfit(f"{flows!r:.80} is refused", f'"auto", or a number from 1 to {FLOWS_MAX}')
-        return flows
+
+    if hint is int:
+        return hint, Field(default=default, ge=1)
+    # A default of 0 means off, so 0 must be allowed there.
+    return hint, Field(default=default, gt=0) if default else Field(default=default, ge=0)
 
 
 class LimitsSection(_Section):

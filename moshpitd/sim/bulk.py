@@ -18,6 +18,7 @@ from moshpitd.core.effects import (
     Average,
     Await,
     Bar,
+    Check,
     Close,
     Digest,
     DropSnapshot,
@@ -26,13 +27,17 @@ from moshpitd.core.effects import (
     HandOver,
     LoadSnapshot,
     Open,
+    OpenAudit,
     Push,
+    PushAudit,
     PushSnapshot,
     RefreshSnapshot,
 )
 from moshpitd.core.events import (
+    AuditArrived,
     Averaged,
     Barred,
+    Checked,
     LinkLost,
     Listened,
     PartArrived,
@@ -67,6 +72,7 @@ class Bulk:
         self._work: dict[type, Callable[[Node, Any], None]] = {
             Open: self._open, Push: self._push, Average: self._average, Close: self._close,
             Bar: self._bar, HandOver: self._hand_over, Await: self._await,
+            PushAudit: self._push_audit, OpenAudit: self._open_audit, Check: self._check,
             FetchSnapshot: snapshots.fetch, PushSnapshot: snapshots.serve,
             DropSnapshot: snapshots.drop, LoadSnapshot: snapshots.load,
             RefreshSnapshot: snapshots.refresh, Digest: snapshots.digest,
@@ -189,6 +195,46 @@ class Bulk:
         round_ = node.plane.rounds.get(effect.group_id)
         if round_ is not None:
             round_.awaited.update((effect.sender, part, effect.epoch) for part in effect.parts)
+
+    # -- audits
+
+    def _push_audit(self, node: Node, effect: PushAudit) -> None:
+        round_ = node.plane.rounds.get(effect.group_id)
+        if round_ is None or effect.to in round_.lost:
+            return
+        other = self._world.node(round_.group.members[effect.to].peer_id)
+        stamp = (effect.group_id, round_.incarnations[effect.to])
+        for part in effect.parts:
+            values = round_.value[self._options.slice_of(part)].copy()
+            self._wire.send(node, other, stamp, self._audit_arrived, part, round_.index, values)
+
+    def _open_audit(self, node: Node, effect: OpenAudit) -> None:
+        round_ = node.plane.rounds.get(effect.group_id)
+        if round_ is not None:
+            round_.audits.update((part, {}) for part in effect.parts)
+
+    def _audit_arrived(
+        self, node: Node, group_id: bytes, part: int, sender: int, values: Vector
+    ) -> None:
+        round_ = node.plane.rounds.get(group_id)
+        if round_ is not None and part in round_.audits:
+            round_.audits[part][sender] = values
+            self._world.post(0.0, node, AuditArrived(group_id, part, sender))
+
+    def _check(self, node: Node, effect: Check) -> None:
+        round_ = node.plane.rounds.get(effect.group_id)
+        if round_ is None:
+            return
+        part, members = effect.part, round_.group.members
+        result = round_.results[part]
+        given = {
+            **round_.audits.pop(part),
+            round_.index: round_.value[self._options.slice_of(part)],
+        }
+        inside = [(members[i].weight, given[i]) for i in result.contributors]
+        mean = sum(weight * values for weight, values in inside) / sum(w for w, _ in inside)
+        right = bool(np.allclose(mean, result.values, rtol=1e-9, atol=1e-9))
+        self._world.post(0.0, node, Checked(effect.group_id, part, right))
 
     def _bar(self, node: Node, effect: Bar) -> None:
         round_ = node.plane.rounds.get(effect.group_id)

@@ -103,6 +103,7 @@ class Round:
     totals: dict[tuple[int, int], float] = field(default_factory=dict)
     payloads: dict[tuple[int, int], Payload] = field(default_factory=dict)  # parts we reduced
     awaited: set[tuple[int, int, int]] = field(default_factory=set)  # (sender, part, epoch)
+    audits: dict[int, dict[int, Vector]] = field(default_factory=dict)  # part -> sender -> values
     succession: Succession | None = None
     results: dict[int, Payload] = field(default_factory=dict)  # what stands in the bucket
     trainers: tuple[str, ...] = ()  # whose buckets these are

@@ -14,6 +14,7 @@ from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
 from moshpitd.core.messages import Hello, Invite, Join, Lineage, NotMember, SnapshotRequest
 from moshpitd.core.outcome import Reason
+from moshpitd.core.params import Params
 from tests.kit.hands import Hands, record_of
 
 DATA_PLANE = {
