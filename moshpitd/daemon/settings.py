@@ -124,11 +124,7 @@ class LinksSection(_Section):
         number = isinstance(flows, int) and not isinstance(flows, bool) and 1 <= flows <= FLOWS_MAX
         if flows != "auto" and not number:
             raise Misfit(f"{flows!r:.80} is refused", f'"auto", or a number from 1 to {FLOWS_MAX}')
-
-    if hint is int:
-        return hint, Field(default=default, ge=1)
-    # A default of 0 means off, so 0 must be allowed there.
-    return hint, Field(default=default, gt=0) if default else Field(default=default, ge=0)
+        return flows
 
 
 class LimitsSection(_Section):
@@ -162,7 +158,10 @@ def _core_field(default: Any, hint: Any) -> tuple[Any, Any]:
     """One field of core's Params as a setting. All are durations, sizes and counts, so above 0."""
     if hint == tuple[int, ...]:
         return list[int], Field(default=list(default), max_length=8)
-    return hint, Field(default=default, ge=1) if hint is int else Field(default=default, gt=0)
+    if hint is int:
+        return hint, Field(default=default, ge=1)
+    # A default of 0 means off, so 0 must be allowed there.
+    return hint, Field(default=default, gt=0) if default else Field(default=default, ge=0)
 
 
 if TYPE_CHECKING:

@@ -139,12 +139,6 @@ class LinkPool:
         header = Header(FrameKind.PING, contributors=time.monotonic_ns())
         self.send(peer_id, header, None, priority=URGENT)
 
-    def heard(self, peer_id: str) -> int:
-        """Bytes that came on the link to this peer so far; 0 without a link."""
-        with self._lock:
-            link = self._active.get(peer_id)
-        return 0 if link is None else link.stats().bytes_in
-
     def discard(self, group: bytes) -> int:
         """Forget every waiting frame of a group, to all peers. Returns how many there were."""
         with self._lock:
