@@ -37,6 +37,7 @@ from moshpitd.core.messages import (
     Again,
     Audit,
     Audited,
+    Begin,
     Crcs,
     Group,
     Message,
@@ -283,6 +284,7 @@ class Round:
         if 0 <= index < len(self.st.lanes):
             lane = self.st.lanes[index]
             lane.progress_at = lane.heard_at = now
+            lane.spoke = True
 
     def _on_listened(self, event: Listened, now: float) -> None:
         """Judge silence, and only here: a quiet link is one that we listened to and heard nothing
@@ -333,6 +335,11 @@ class Round:
             peer_id = self.group.members[index].peer_id
             self.st.send(index, NotMember(self.group.group_id, peer_id))
         lane.gone = reason
+        if self.group.members[index].peer_id == self.group.leader:
+            # It may not have lived to say Begin to everybody.
+            for other in self.st.others():
+                if not self.st.lanes[other].spoke:
+                    self.st.send(other, Begin(self.group))
         self._mute(index, reason)
         self.takeovers.gone(index)
         self.comparison.gone(index)

@@ -75,6 +75,8 @@ class Attempt:
         default_factory=dict
     )  # leaders that invited us -> until when they wait
     following: Following | None = None
+    lost_leader: str = ""  # whom we followed, until it was lost
+    relayed: bool = False  # a member told us of the group, because its leader is gone
     invited: dict[str, float] = field(default_factory=dict)
     window_end: float = 0.0
     clock: float = 0.0
@@ -157,19 +159,33 @@ class Attempt:
             self._decide(now)
 
     def accept_begin(self, sender: str, group: Group) -> bool:
-        """Are we in it? Only if we follow the sender, and the line about us says what we said."""
-        if self.over or self.following is None or self.following.leader != sender:
+        """Are we in it? Only if we follow its leader, and the line about us says what we said.
+
+        A member may pass on what a leader did not live to say to everybody.
+        """
+        leader = self.following.leader if self.following is not None else ""
+        if self.over or not group.leader or group.leader not in (leader, self.lost_leader):
             return False
+        if sender != group.leader and all(member.peer_id != sender for member in group.members):
+            return False
+        if any(candidate.answer is Answer.JOINED for candidate in self.candidates.values()):
+            return False  # others rely on us by now
         mine = [member for member in group.members if member.peer_id == self.me.peer_id]
         return (
-            group.leader == sender
-            and group.shape == self.me.shape
+            group.shape == self.me.shape
             and group.key == self.key
             and len(mine) == 1
             and mine[0].attempt == self.number
             and (mine[0].weight == self.weight or (self.newcomer and mine[0].weight == 0.0))
             and group.group_id == group_id_of(group)
         )
+
+    def enter(self, group: Group, *, relayed: bool) -> None:
+        """The Begin that was accepted. If its leader was lost to us, whom we joined since goes on
+        without us."""
+        if self.following is not None and self.following.leader != group.leader:
+            self._send(self.following.leader, Leave(self.key, self.number))
+        self.group, self.relayed = group, relayed
 
     def abandon(self, reason: Reason) -> None:
         """Stop here: tell the leader we follow, or our followers, and end with `reason`."""
@@ -463,6 +479,8 @@ class Attempt:
 
     def _unfollow(self, now: float) -> None:
         """The leader is lost: those left over have a little time to find each other."""
+        if self.following is not None:
+            self.lost_leader = self.following.leader
         self.following = None
         self.window_end = min(
             self.deadline_at, max(self.window_end, now + self.params.answer_timeout_s)

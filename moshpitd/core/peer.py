@@ -341,7 +341,8 @@ class Peer:
         if attempt is not None and sound and attempt.accept_begin(sender, group):
             latest = max(member.version for member in group.members)
             if latest - self.state.version <= self.state.params.max_version_lag:
-                attempt.group = group
+                attempt.enter(group, relayed=sender != group.leader)
+                self.state.collect(attempt.effects)
                 return
             self.state.strike(sender, Reason.VERSION, now)
             attempt.abandon(Reason.VERSION)

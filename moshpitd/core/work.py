@@ -356,6 +356,8 @@ class Conductor:
         )
         work.round, work.phase_at = current, now
         current.start(now)
+        if attempt.relayed:
+            current.lost(group.leader, Reason.LINK_LOST, now)
         early, self.state.early = self.state.early, []
         for sender, message in early:
             if getattr(message, "group_id", b"") == group.group_id:

@@ -15,7 +15,7 @@ import pytest
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
 from moshpitd.core.balance import load_shares, succession
-from moshpitd.core.messages import Crcs, NotMember, Parity, TakeOver
+from moshpitd.core.messages import Begin, Crcs, NotMember, Parity, TakeOver
 from moshpitd.core.outcome import Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import ENOUGH, Quiet
@@ -394,3 +394,26 @@ def spread(it: Swarm) -> float:
     """The largest difference between two members in a part."""
     columns = [[it.hands.value(name, part) for name in it.tokens] for part in range(10)]
     return max(max(column) - min(column) for column in columns)
+
+
+def test_a_leader_that_dies_while_it_says_begin_is_spoken_for_by_those_that_heard_it() -> None:
+    it = swarm(4, parts=8)
+    hands = it.hands
+    hands.hold = lambda sender, to, message: isinstance(message, Begin) and sender == "p00"
+    while not hands.held:
+        hands.step(1)
+    hands.settle()
+    (first, *others) = [held for held in hands.held if held[1] == "p02"], *hands.held
+    hands.held = first  # only p02's Begin left the leader
+    hands.release()
+    hands.settle()
+    hands.hold = lambda sender, to, message: False
+    hands.kill("p00")
+    hands.finish()
+    assert len(others) == 3
+    for name in ("p01", "p02", "p03"):
+        outcome = it.outcome(name)
+        assert outcome.group_size == 4
+        assert outcome.parts_without_result == ()
+        assert outcome.agreed == ("p01", "p02", "p03")
+        assert hands.ended_at[it.tokens[name]] <= 1.0 + hands.params.parity_timeout_s
