@@ -10,8 +10,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,30 +26,47 @@ PLAIN, TLS_SOCKET, LINK = "plain socket", "tls socket", "link"
 DIRECTIONS = ("one way", "both ways")
 
 
+class Security(StrEnum):
+    """links.security of the links that are measured."""
+
+    TLS = "tls"
+    AUTHENTICATED = "authenticated"
+    BOTH = "both"
+
+    def systems(self) -> list[str]:
+        words = [Security.TLS, Security.AUTHENTICATED] if self is Security.BOTH else [self]
+        return [f"{LINK} ({word})" for word in words]
+
+
 def link(
     mb: Annotated[int, typer.Option(help="MiB per round and direction.", min=1)] = 512,
     rounds: Annotated[int, typer.Option(help="Rounds; the first is a warm-up.", min=2)] = 6,
     payload_kib: Annotated[int, typer.Option(help="KiB per frame (a float16 part: 512).")] = 512,
+    flows: Annotated[int, typer.Option(help="Flows per link; 0: automatic.", min=0, max=8)] = 1,
+    security: Annotated[
+        Security, typer.Option(help="Which links, beside the two baselines.")
+    ] = Security.BOTH,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
     """One link between two processes over loopback, beside a TLS socket and a plain one."""
-    runs = [_Run(system, direction) for direction in DIRECTIONS for system in _systems()]
+    systems = (PLAIN, TLS_SOCKET, *security.systems())
+    runs = [_Run(system, direction) for direction in DIRECTIONS for system in systems]
     count = max(1, mb * MIB // (payload_kib * 1024))
     moved = count * payload_kib * 1024
-    for system in _systems():
-        with _pair(system, payload_kib * 1024) as pair:
-            for run in (run for run in runs if run.system == system):
-                for number in range(rounds):
-                    run.take(pair.round(count, both=run.both), warm_up=number == 0)
+    with ExitStack() as stack:
+        pairs = {
+            system: stack.enter_context(_pair(system, payload_kib * 1024, flows))
+            for system in systems
+        }
+        for number in range(rounds):
+            for run in runs:
+                ends = pairs[run.system].round(count, both=run.both)
+                run.take(ends, warm_up=number == 0)
     results = [run.figures(moved) for run in runs]
     output.console().print(_table(results))
     if json_file is not None:
         wanted = {"results": results, "ratios": _ratios(results)}
         json_file.write_text(json.dumps(wanted, indent=2) + "\n")
-
-
-def _systems() -> tuple[str, ...]:
-    return (PLAIN, TLS_SOCKET, LINK)
 
 
 @dataclass(slots=True)
@@ -103,10 +121,10 @@ class _Pair:
 
 
 @contextmanager
-def _pair(system: str, payload_bytes: int) -> Iterator[_Pair]:
+def _pair(system: str, payload_bytes: int, flows: int) -> Iterator[_Pair]:
     ends = []
     for role in ("serve", "dial"):
-        task = {"system": system, "role": role, "payload_bytes": payload_bytes, "flows": 1}
+        task = {"system": system, "role": role, "payload_bytes": payload_bytes, "flows": flows}
         command = [sys.executable, "-m", "moshpitd.net.linkbench", json.dumps(task)]
         ends.append(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

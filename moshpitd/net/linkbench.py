@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.net.identity import Identity
-from moshpitd.net.links import LinkCallbacks, LinkPool
+from moshpitd.net.links import LinkCallbacks, LinkOptions, LinkPool, Security
 from moshpitd.net.tls import Credentials
 
 HOST = "127.0.0.1"
@@ -35,7 +35,8 @@ RECEIVE_BYTES = 1 << 20  # what a bare receiver asks the kernel for at once
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one end has to do. `payload_bytes` is the size of a frame's payload."""
+    """What one end has to do: `system` is "plain socket", "tls socket" or "link" with the security
+    in brackets, `payload_bytes` the size of a frame's payload, `flows` 0 for automatic."""
 
     system: str
     role: str
@@ -49,6 +50,10 @@ class End(Protocol):
     def address(self) -> dict[str, Any]: ...
 
     def meet(self, address: dict[str, Any]) -> None: ...
+
+    def met(self) -> None:
+        """Wait until the other end is there."""
+        ...
 
     def send(self, count: int) -> None: ...
 
@@ -67,14 +72,17 @@ class Links:
         self._changed = threading.Condition()
         self._arrived = 0
         self._acks = 0
+        self._lost = ""
         self._identity = Identity.load_or_create(folder / "key")
         callbacks = LinkCallbacks(
             on_frame=self._frame,
-            on_lost=lambda peer_id, reason: _give_up(f"link lost: {reason}"),
+            on_lost=self._ended,
             on_up=self._up,
             on_send_failed=lambda peer_id, header, error: _give_up(f"not sent: {error}"),
         )
-        self._pool = LinkPool(self._identity, callbacks, host=HOST)
+        security = next(one for one in Security if f"({one.word})" in task.system)
+        options = LinkOptions(flows=task.flows, security=security)
+        self._pool = LinkPool(self._identity, callbacks, host=HOST, options=options)
 
     def address(self) -> dict[str, Any]:
         return {"port": self._pool.port, "peer_id": self._identity.peer_id}
@@ -82,6 +90,9 @@ class Links:
     def meet(self, address: dict[str, Any]) -> None:
         peer_id = address["peer_id"]
         self._pool.dial(peer_id, [f"{HOST}:{address['port']}"]).result(ROUND_TIMEOUT_S)
+
+    def met(self) -> None:
+        self._wait(lambda: bool(self._other))
 
     def send(self, count: int) -> None:
         with self._changed:
@@ -100,6 +111,12 @@ class Links:
     def close(self) -> None:
         self._pool.close()
 
+    def _ended(self, _peer_id: str, reason: str) -> None:
+        """Between two rounds it is only the other end that is done first."""
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+
     def _up(self, peer_id: str) -> None:
         with self._changed:
             self._other = peer_id
@@ -115,8 +132,9 @@ class Links:
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            if not self._changed.wait_for(condition, ROUND_TIMEOUT_S):
-                _give_up(f"nothing moved for {ROUND_TIMEOUT_S:g} s")
+            self._changed.wait_for(lambda: condition() or self._lost, ROUND_TIMEOUT_S)
+            if not condition():
+                _give_up(self._lost or f"not done within {ROUND_TIMEOUT_S:g} s")
 
 
 class Sockets:
@@ -132,10 +150,12 @@ class Sockets:
         self._contexts = (credentials.server_context, credentials.client_context)
         self._out: socket.socket
         self._in: socket.socket
+        self._meeting: threading.Thread | None = None
         self._room = memoryview(bytearray(RECEIVE_BYTES))
 
     def address(self) -> dict[str, Any]:
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._meeting = threading.Thread(target=self._accept, daemon=True)
+        self._meeting.start()
         return {"port": self._listener.getsockname()[1]}
 
     def _accept(self) -> None:
@@ -144,6 +164,10 @@ class Sockets:
     def meet(self, address: dict[str, Any]) -> None:
         where = (HOST, address["port"])
         self._out, self._in = (self._dressed(socket.create_connection(where), 1) for _ in range(2))
+
+    def met(self) -> None:
+        if self._meeting is not None:
+            self._meeting.join()
 
     def _dressed(self, raw: socket.socket, context: int) -> socket.socket:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,6 +228,7 @@ def main() -> None:
         else:
             end.meet(json.loads(sys.stdin.readline()))
             _say({})
+        end.met()
         for line in sys.stdin:
             _say(_round(end, json.loads(line)))
         end.close()
