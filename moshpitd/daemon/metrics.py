@@ -71,6 +71,12 @@ class NodeMetrics:
         self.excluded = counter(
             "moshpit_excluded", "Members that fell out of a running round.", "run", "reason"
         )
+        self.takeovers = counter(
+            "moshpit_takeovers", "Times we took parts of a lost reducer over.", "run", "reason"
+        )
+        self.stalls = counter(
+            "moshpit_stalls", "Times that this daemon stood still during a round.", "run"
+        )
         self.refusals = counter("moshpit_refusals", "Peers refused.", "run", "reason")
         self.snapshots = counter("moshpit_snapshots", "Snapshots fetched, served.", "run", "event")
         self.codec_seconds = counter(
@@ -110,6 +116,11 @@ class NodeMetrics:
             "attempt_ended": lambda run, note: self.ungrouped.labels(run, _reason(note)).inc(),
             "member_excluded": lambda run, note: self.excluded.labels(run, _reason(note)).inc(),
             "part_without_result": lambda run, _: self.parts.labels(run, "without_result").inc(),
+            "takeover_started": lambda run, note: self.takeovers.labels(run, _reason(note)).inc(),
+            "part_taken_over": lambda run, _: self.parts.labels(run, "taken_over").inc(),
+            "part_repaired": lambda run, _: self.parts.labels(run, "repaired").inc(),
+            "audit_failed": lambda run, _: self.parts.labels(run, "audit_failed").inc(),
+            "woke": lambda run, _: self.stalls.labels(run).inc(),
             "round_ended": self._round_ended,
             "parity_differs": lambda run, _: self.parity_mismatches.labels(run).inc(),
             "peer_heard": lambda run, _: self.peer_events.labels(run, "joined").inc(),
