@@ -239,8 +239,9 @@ async def test_a_daemon_killed_in_a_round_costs_no_part(place: Path) -> None:
         async with at(swarm, [*swarm.sockets, daemon.socket], own) as sessions:
             survivors = await kill_in_the_exchange(swarm, daemon, sessions, own)
             assert [one.parts_without_result for one in survivors] == [(), ()], survivors
-            assert set(own[0]["w"].unique().tolist()) <= {3.0, 1.5}, survivors
-            assert same_bits(own[:2])
+            assert same_bits(own[:2]), survivors
+            # All three, or the two that live; a part that one of these missed is theirs alone.
+            assert set(own[0]["w"].unique().tolist()) <= {3.0, 1.5, 1.0, 2.0}, survivors
 
 
 @asynccontextmanager
