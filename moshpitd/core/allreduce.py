@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from moshpitd.core.audit import Audits
 from moshpitd.core.balance import assign_reducers
 from moshpitd.core.comparison import Comparison
-from moshpitd.core.effects import Close, Effect, Open
+from moshpitd.core.effects import Close, Effect, Open, Send
 from moshpitd.core.events import (
     AuditArrived,
     Averaged,
@@ -59,6 +59,9 @@ from moshpitd.core.succession import Succession, bandwidths_of
 from moshpitd.core.takeover import Takeovers
 from moshpitd.core.verdict import Lane, mean_weight, verdict
 
+GIVEN_UP = (Reason.SILENT, Reason.NO_ANSWER)
+"""For these a member is out although it may live, and does not know."""
+
 
 @dataclass(slots=True)
 class Round:
@@ -81,6 +84,7 @@ class Round:
     lingering: Lingering | None = None
     expired: bool = False
     opened: bool = False
+    woke: bool = False
     st: Standing = field(init=False)
     takeovers: Takeovers = field(init=False)
     comparison: Comparison = field(init=False)
@@ -145,7 +149,7 @@ class Round:
         if self.finished is not None:
             return
         st = self.st
-        st.now = now
+        self._at(now)
         match event:
             case PartArrived():
                 self._touch(event.sender, now)
@@ -183,9 +187,13 @@ class Round:
         index = st.index_of(sender)
         if index is None or index == self.index or self.finished is not None:
             return
+        self._at(now)
         if st.lanes[index].gone is not None and not isinstance(message, NotMember):
-            return  # it is out, and what it wants done now would be done for nobody
-        st.now = now
+            # It is out, and what it wants done now would be done for nobody. It may not know.
+            no = NotMember(self.group.group_id, sender)
+            if isinstance(message, Resend) and st.lanes[index].gone in GIVEN_UP:
+                st.effects.append(Send(sender, no))
+            return
         self._touch(index, now)
         match message:
             case NotMember():
@@ -228,14 +236,14 @@ class Round:
         """A control message could not be delivered, or the peer said goodbye."""
         index = self.st.index_of(peer_id)
         if index is not None and self.finished is None:
-            self.st.now = now
+            self._at(now)
             self._exclude(index, reason)
             self._settle(now)
 
     def tick(self, now: float) -> None:
         if self.finished is not None:
             return
-        self.st.now = now
+        self._at(now)
         self.takeovers.ask_again(now)
         for index in self.takeovers.overdue(now):
             self._exclude(index, Reason.NO_ANSWER)
@@ -286,17 +294,28 @@ class Round:
             lane.progress_at = lane.heard_at = now
             lane.spoke = True
 
+    def _at(self, now: float) -> None:
+        """The instant of what is handled next. The first after we stood still blames nobody.
+
+        Not the others were silent then, we were: frozen, or starved of the processor. Whoever gave
+        us up has said so, or says it when it is asked, which an empty Resend does.
+        """
+        self.st.now = now
+        if self.listened_at is None or now - self.listened_at < self.params.silence_min_s:
+            return
+        self.st.note("woke", slept_s=now - self.listened_at)
+        self.listened_at, self.woke = None, True  # once, until we are told again whom we hear
+        for lane in self.st.lanes:
+            lane.heard_at = lane.progress_at = now
+            lane.unheard = 0
+        # Time for the answers, also when the call's own was up while we slept.
+        self.deadline_at = max(self.deadline_at, now + self.params.answer_timeout_s)
+        self.st.tell(Resend(self.group.group_id, 0, ()))
+
     def _on_listened(self, event: Listened, now: float) -> None:
         """Judge silence, and only here: a quiet link is one that we listened to and heard nothing
         from, not one that we had no time for."""
-        before, self.listened_at = self.listened_at, now
-        if before is not None and now - before >= self.params.silence_min_s:
-            # Not the others were silent, we were: frozen, or starved of the processor. Whoever gave
-            # us up has said so or will; nobody else is to blame for this time.
-            self.st.note("woke", slept_s=now - before)
-            for lane in self.st.lanes:
-                lane.heard_at = lane.progress_at = now
-            return
+        self.listened_at = now
         for index in self.st.heard(event.heard, self.quiet):
             self._exclude(index, Reason.SILENT)
 
@@ -307,12 +326,12 @@ class Round:
             # It has given us up. Nothing more comes from it, and what the others agree on is made
             # without us: when most say so, our round is stale.
             self._exclude(index, Reason.EXCLUDED)
-            out = sum(1 for lane in st.lanes if lane.gone is Reason.EXCLUDED)
-            if out > len(st.others()):
-                self._fail(Reason.EXCLUDED, "the others went on without us: we were not heard")
         elif named is not None and index in (named, st.index_of(self.group.leader)):
             # Only the peer itself, or the leader that could not reach it, may say so.
             self._exclude(named, Reason.NOT_MEMBER)
+        stale = (Reason.EXCLUDED, Reason.NOT_MEMBER) if self.woke else (Reason.EXCLUDED,)
+        if sum(1 for lane in st.lanes if lane.gone in stale) > len(st.others()):
+            self._fail(Reason.EXCLUDED, "the others went on without us: we were not heard")
 
     def _mute(self, index: int, reason: Reason) -> None:
         """Give up the member's outstanding contributions."""
@@ -330,7 +349,7 @@ class Round:
         lane = self.st.lanes[index]
         if index == self.index or lane.gone is not None:
             return
-        if reason in (Reason.SILENT, Reason.NO_ANSWER):
+        if reason in GIVEN_UP:
             # It may be frozen; when it wakes it shall know.
             peer_id = self.group.members[index].peer_id
             self.st.send(index, NotMember(self.group.group_id, peer_id))

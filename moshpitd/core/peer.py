@@ -63,14 +63,13 @@ from moshpitd.core.quiet import Quiet
 from moshpitd.core.soundness import is_sane, is_sound
 from moshpitd.core.state import State
 from moshpitd.core.swarm import Swarm, first_difference, same_lineage
-from moshpitd.core.work import Conductor, Work
+from moshpitd.core.work import QUESTIONS, Conductor, Work
 
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
 OF_A_ROUND = (
     NotMember, Without, NoResult, Parity, Missing, TakeOver, Promise, Again, Resend, Crcs,
     Audit, Audited,
 )  # fmt: skip
-QUESTIONS = (Missing, TakeOver, Resend)  # somebody waits for an answer
 EARLY = 128
 """Messages of rounds whose Begin is still on its way; a group of 16 says fewer before anybody's."""
 

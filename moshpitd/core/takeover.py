@@ -121,8 +121,9 @@ class Takeovers:
             waiting = 1 << st.index
             for i in asked:
                 waiting |= 1 << i
-            until = st.now + st.params.answer_timeout_s
-            again_at = st.now + st.params.answer_timeout_s / 2
+            # Silence and broken links are told sooner; this is for one that lives and says nothing.
+            until = st.now + st.params.part_timeout_s
+            again_at = st.now + st.params.answer_timeout_s
             asked_for = dict.fromkeys(chunk, True)
             query = Query(self._numbers, epoch, asked_for, waiting, again_at, until)
             self._queries[query.number] = query
@@ -210,7 +211,7 @@ class Takeovers:
         st = self._st
         for query in self._queries.values():
             if now >= query.again_at:
-                query.again_at = float("inf")
+                query.again_at = now + st.params.answer_timeout_s
                 question = TakeOver(st.group_id, query.number, query.epoch, tuple(query.parts))
                 for i in bits_of(query.waiting & ~(1 << st.index)):
                     st.send(i, question)

@@ -16,6 +16,7 @@ class Lane:
 
     progress_at: float  # it gave something
     heard_at: float = 0.0  # a byte came from it
+    unheard: int = 0  # looks in a row that found nothing of it
     spoke: bool = False  # it is in the round: something of it came
     gone: Reason | None = None  # out of the round altogether
     muted: Reason | None = None  # its contributions are given up, its results are still welcome

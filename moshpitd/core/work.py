@@ -16,7 +16,7 @@ from moshpitd.core.effects import Announce, Finish, LoadSnapshot, RefreshSnapsho
 from moshpitd.core.grid import is_flat
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.matchmaking import Attempt
-from moshpitd.core.messages import Hello
+from moshpitd.core.messages import Hello, Message, Missing, NotMember, Resend, TakeOver
 from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
 from moshpitd.core.state import State
 from moshpitd.core.swarm import same_lineage
@@ -29,6 +29,9 @@ CATCH_UPS = 3
 """Catch-ups within one call: lineages that keep overtaking each other must not keep a trainer
 waiting for ever."""
 
+
+QUESTIONS = (Missing, TakeOver, Resend)
+"""Messages of a round that somebody waits for an answer to."""
 
 DISPUTED = (Reason.PARITY, Reason.AUDIT)
 """After these a sweep ends: what is in the bucket there is not to be averaged further."""
@@ -314,6 +317,9 @@ class Conductor:
                 entry.missed += 1
         group = attempt.group
         if group is None:
+            early, self.state.early = self.state.early, []
+            for sender, message in early:
+                self._not_ours(sender, message)
             reason = attempt.ended or Reason.NO_PEERS
             self.state.note(
                 "attempt_ended",
@@ -362,6 +368,8 @@ class Conductor:
         for sender, message in early:
             if getattr(message, "group_id", b"") == group.group_id:
                 current.receive(sender, message, now)
+            else:
+                self._not_ours(sender, message)
         self.state.note(
             "group_formed",
             group=group.group_id.hex(),
@@ -371,6 +379,12 @@ class Conductor:
             members=[member.peer_id for member in group.members],
         )
         self.state.collect(current.effects)
+
+    def _not_ours(self, sender: str, message: Message) -> None:
+        """It came before a Begin that never came. Whoever waits for an answer shall know."""
+        if isinstance(message, QUESTIONS):
+            no = NotMember(message.group_id, self.state.peer_id)
+            self.state.effects.append(Send(sender, no))
 
     def _rounded(self, work: Work, current: Round, outcome: Outcome, now: float) -> None:
         """An exchange is over."""

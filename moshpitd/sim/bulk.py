@@ -55,7 +55,7 @@ from moshpitd.sim.nodes import Node, Payload, Plane, Round, Vector
 from moshpitd.sim.snapshots import Snapshots
 from moshpitd.sim.wire import NOTICE_S, Outside, Wire
 
-LISTEN_S = 0.5
+LISTEN_S = 0.3
 """How often a node looks whom it heard. A daemon looks oftener; most rounds are over before."""
 
 
