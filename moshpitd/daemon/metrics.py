@@ -76,6 +76,17 @@ class NodeMetrics:
         self.codec_seconds = counter(
             "moshpit_codec_seconds", "Time spent in codecs.", "codec", "op"
         )
+        self.residual_bytes = gauge(
+            "moshpit_residual_bytes",
+            "Memory of what codecs took away and later rounds bring.",
+            "run",
+            "side",
+        )
+        self.residual_parts_dropped = gauge(
+            "moshpit_residual_parts_dropped",
+            "Parts whose residual was given up since the start: half a step of the codec each.",
+            "reason",
+        )
         self.link_rate = gauge(
             "moshpit_link_bytes_per_second", "Rate of the bulk links while busy.", "direction"
         )
@@ -164,6 +175,16 @@ class NodeMetrics:
     def add_codec_seconds(self, codec: str, op: str, seconds: float) -> None:
         """`op`: encode or decode."""
         self.codec_seconds.labels(codec, op).inc(seconds)
+
+    def set_residual_bytes(self, run: str, sides: Mapping[str, int]) -> None:
+        """`sides`: sender, reducer."""
+        for side, nbytes in sides.items():
+            self.residual_bytes.labels(self._run(run), side).set(nbytes)
+
+    def set_residual_parts_dropped(self, reasons: Mapping[str, int]) -> None:
+        """`reasons`: snapshot, run_ended, withdrawn, not_finite."""
+        for reason, count in reasons.items():
+            self.residual_parts_dropped.labels(reason).set(count)
 
     def set_link_rates(self, *, sent: float, received: float) -> None:
         self.link_rate.labels("sent").set(sent)

@@ -98,7 +98,12 @@ class Node:
         stale = partial(sweep, paths.buffers_dir, data_dir=paths.data_dir)
         for path in await self.in_thread(stale):
             log_event(log, logging.INFO, "removed a bucket of a dead daemon", path=path)
-        self._exchange = Exchange(self.peer_id, self._post, timed=self.metrics.add_codec_seconds)
+        self._exchange = Exchange(
+            self.peer_id,
+            self._post,
+            timed=self.metrics.add_codec_seconds,
+            error_feedback=settings.averaging.error_feedback,
+        )
         self._network = Network(
             settings, identity, self._exchange, self.runs, conflict=self._conflict
         )
@@ -360,12 +365,15 @@ class Node:
             await asyncio.sleep(LOOK_AROUND_S)
             self.metrics.set_joined(self.joined)
             self._rate_links()
+            if self._exchange is not None:
+                self.metrics.set_residual_parts_dropped(self._exchange.residuals_dropped)
             now = self._live().addressed()
             for run in self.runs.values():
                 if now != addressed:
                     run.driver.handle(now)
                 self.metrics.set_trainers(run.name, len(run.trainers))
                 self.metrics.set_peers(run.name, peer_counts(run))
+                self.metrics.set_residual_bytes(run.name, run.residual_bytes())
                 peer = run.driver.peer
                 median, _ = peer.state.swarm.median_version(
                     peer.version, peer.lineage, peer.record.schema
