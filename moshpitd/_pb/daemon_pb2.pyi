@@ -228,7 +228,7 @@ class Bootstrap(_message.Message):
     def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run", "version", "trainers", "peers", "phase", "round", "grid", "coordinates", "schema", "codec", "last_outcome", "rounds_complete", "rounds_partial", "rounds_alone", "rounds_failed", "founder", "parameters")
+    __slots__ = ("run", "version", "trainers", "peers", "phase", "round", "grid", "coordinates", "schema", "codec", "last_outcome", "rounds_complete", "rounds_partial", "rounds_alone", "rounds_failed", "founder", "parameters", "residual_bytes")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,7 @@ class RunStatus(_message.Message):
     ROUNDS_FAILED_FIELD_NUMBER: _ClassVar[int]
     FOUNDER_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
     trainers: int
@@ -263,7 +264,8 @@ class RunStatus(_message.Message):
     rounds_failed: int
     founder: str
     parameters: int
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ...) -> None: ...
+    residual_bytes: int
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ..., residual_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("peer_id", "version", "uptime_s", "joined", "draining", "swarm_peers", "addresses", "join", "bootstrap", "runs", "warnings", "link_address", "bytes_sent", "bytes_received", "drain_left_s", "drain_reason")

@@ -157,8 +157,8 @@ def codec_settings(codec: str) -> dict[str, object]:
     from moshpitd.daemon.settings import Settings
 
     found: dict[str, object] = {"averaging.codec": codec}
-    if codec != "float32" and has_setting(Settings, "averaging.allow_lossy"):
-        found["averaging.allow_lossy"] = True
+    if codec != "float32" and has_setting(Settings, "averaging.allow_no_error_feedback"):
+        found["averaging.allow_no_error_feedback"] = True
     return found
 
 

@@ -466,7 +466,7 @@ class Round:
         """Nothing of this round is used."""
         if self.opened:
             self.st.tell(NotMember(self.group.group_id, self.me))
-            self.st.effects.append(Close(self.group.group_id))
+            self.st.effects.append(Close(self.group.group_id, kept=False))
         self.finished = Outcome(
             Status.FAILED,
             reason,
@@ -486,4 +486,5 @@ class Round:
         if lingering.wanted() and now < lingering.until:
             self.lingering = lingering
         else:
-            self.st.effects.append(Close(self.group.group_id))
+            without = tuple(sorted(self.st.without))
+            self.st.effects.append(Close(self.group.group_id, without=without))

@@ -137,9 +137,15 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The round is over for us: free accumulators, payloads and queued pushes of this group."""
+    """The round is over for us: free accumulators, payloads and queued pushes of this group.
+
+    `kept` false: nothing of the round is used. `without` are parts that keep local values, whatever
+    result is in place there: members could not agree on one.
+    """
 
     group_id: bytes
+    kept: bool = True
+    without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

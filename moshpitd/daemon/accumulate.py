@@ -30,6 +30,7 @@ from moshpitd.daemon.sending import LABEL, Sender
 from moshpitd.daemon.shared import Shared, members_in
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec
+from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Scratch, Tensor, tensor_of, typed
 from moshpitd.tensors.reduction import first_nonfinite
@@ -57,6 +58,7 @@ class Round:
         post: Callable[[Event], None],
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
+        residuals: Residuals | None = None,
     ) -> None:
         self.group = opened.group
         self.group_id = opened.group.group_id
@@ -70,6 +72,7 @@ class Round:
             post=post,
             drop=drop,
             timed=timed,
+            residuals=residuals,
         )
         self._reducer = Reducer(shared)
         self._sender = Sender(shared, self._reducer.payload)
@@ -123,9 +126,13 @@ class Round:
         )
         self._catch_up(frozenset(barred))
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        """The next round begins, while this one only lingers: it was used, and whole."""
+        self._shared.settle()
+
+    def close(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:
         """End the round; waits for the few parts being worked on, about a millisecond each."""
-        self._shared.close()
+        self._shared.close(kept=kept, without=without)
         self._reducer.clear()
         with self._ahead_lock:
             self._ahead = EarlyFrames()

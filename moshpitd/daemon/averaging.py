@@ -15,7 +15,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.daemon.shared import Shared, encode_failure, members_in
 from moshpitd.tensors.codecs import RAW
 from moshpitd.tensors.layout import Part
-from moshpitd.tensors.mapped import Tensor, bytes_of, fresh
+from moshpitd.tensors.mapped import Tensor, bytes_of, fresh, untyped
 from moshpitd.tensors.reduction import PartAccumulator, first_nonfinite
 
 log = logging.getLogger(__name__)
@@ -115,15 +115,9 @@ class Reducer:
         opened = self._open.pop(part.index, None)
         if opened is None or opened.epoch != epoch or not opened.inside:
             return self._no_result(part, epoch, Reason.NO_CONTRIBUTORS, "")
-        codec = shared.codecs[part.dtype]
-        payload = fresh(codec.payload_bytes(part.numel, part.dtype))
-        values = shared.scratch.take("mean", numel=part.numel, dtype=part.dtype)
-        opened.accumulator.mean(values)
+        codec, mean = shared.codecs[part.dtype], opened.accumulator.take()
         try:
-            shared.encode(part, values, payload, result=True)
-            if codec is not RAW:
-                # All members must hold the same bits, so we take what the others will decode.
-                shared.decode(part, payload, values)
+            payload, values = self._encoded(part, mean)
         except Exception as error:  # the part keeps its local values in all members
             return self._no_result(part, epoch, *encode_failure(codec, error))
         bad = first_nonfinite(values)
@@ -133,10 +127,23 @@ class Reducer:
             return self._no_result(
                 part, epoch, Reason.NOT_FINITE, f"the average of tensor {name!r}"
             )
-        crc = zlib.crc32(bytes_of(payload))
+        crc = shared.made[part.index] = zlib.crc32(bytes_of(payload))
         shared.put_in_place(part, values, Held(part.index, epoch, opened.inside, crc))
         self._payloads[part.index] = (payload, opened.inside, epoch)
         return Averaged(shared.group_id, part.index, members_in(opened.inside), crc, epoch)
+
+    def _encoded(self, part: Part, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """(payload, its values): all members must hold the same bits, so we take what the others
+        will decode. Where nothing is lost the accumulator's memory is both, and stays."""
+        shared = self._shared
+        codec = shared.codecs[part.dtype]
+        if codec is RAW:
+            shared.encode(part, mean, untyped(mean), result=True)
+            return untyped(mean), mean
+        payload = fresh(codec.payload_bytes(part.numel, part.dtype))
+        values = shared.scratch.take("mean", numel=part.numel, dtype=part.dtype)
+        shared.encode(part, mean, payload, result=True, decoded=values)
+        return payload, values
 
     def _add_own(self, part: Part, epoch: int) -> None:
         shared = self._shared
@@ -147,8 +154,15 @@ class Reducer:
             # A copy, because a bucket that turns out to be modified after the addition would have
             # spoilt the part for everybody. It stays in the cache.
             own = shared.scratch.take("own", numel=part.numel, dtype=part.dtype)
-            own.copy_(shared.local.contribution(part))
+            feedback = shared.feedback(part, result=False)
+            values = shared.local.contribution(part)
+            if feedback is None:
+                own.copy_(values)
+            else:  # nothing is lost of what does not travel, and what was lost before is in it
+                feedback.give(part, values, own)
             failure = shared.local.unusable()
+            if failure is not None and feedback is not None:
+                feedback.withdraw(part)
         if failure is not None:
             shared.post(PartFailed(shared.group_id, part.index, *failure, epoch=epoch))
             return

@@ -14,8 +14,8 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,12 +47,14 @@ from moshpitd.daemon.pacing import (
     Links,
     Pacer,
     Skipped,
+    link,
 )
 from moshpitd.daemon.pulse import Pulse
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.errors import ConfigError, LocalProtocolError
 from moshpitd.net.frames import RUN_BYTES, FrameKind, Header
 from moshpitd.tensors.codecs import codec_for
+from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.mapped import Scratch
 from moshpitd.tensors.reduction import first_nonfinite
@@ -75,6 +77,7 @@ class _Run:
     name: str
     layout: Layout
     snapshots: Snapshots
+    residuals: Residuals | None  # what codecs took away; None: every average rounds for good
     buckets: dict[str, Bucket] = field(default_factory=dict)
     rounds: dict[bytes, Round] = field(default_factory=dict)
     leaving: list[Bucket] = field(default_factory=list)  # their trainers are gone, a round sends
@@ -90,11 +93,14 @@ class Exchange:
         post: Callable[[str, Event], None],
         *,
         timed: Callable[[str, str, float], None] = lambda codec, op, seconds: None,
+        error_feedback: bool = True,
     ) -> None:
         """`post(run, event)` is called from any thread and must not block, and so is
         `timed(codec, "encode" or "decode", seconds)`."""
         self.peer_id = peer_id
         self.dropped: Counter[str] = Counter()
+        self._error_feedback = error_feedback
+        self._unfed: Counter[str] = Counter()  # residuals that were given up in runs that are over
         self._post = post
         self._timed = timed
         self._links: Links | None = None
@@ -144,7 +150,8 @@ class Exchange:
         with self._lock:
             if name in self._runs:
                 raise LocalProtocolError(f"run {name!r} exists")
-            self._runs[name] = _Run(name, layout, snapshots)
+            residuals = Residuals(layout) if self._error_feedback else None
+            self._runs[name] = _Run(name, layout, snapshots, residuals)
         self._intake.add_run(run_hash(name))
 
     def remove_run(self, name: str) -> None:
@@ -157,6 +164,9 @@ class Exchange:
         for trainer in list(run.buckets):
             self.remove_bucket(name, trainer)
         self._intake.remove_run(run_hash(name))
+        if run.residuals is not None:  # a leaving peer's are lost, and that is counted
+            run.residuals.clear("run_ended")
+            self._unfed.update(run.residuals.dropped)
         with self._lock:
             self._runs.pop(name, None)
 
@@ -204,6 +214,18 @@ class Exchange:
                     return current.moved
         return self._intake.counters(group_id)
 
+    def residual_bytes(self, name: str) -> Mapping[str, int]:
+        """Memory of what is owed to later rounds, and of what may be: "sender" and "reducer"."""
+        residuals = self._run(name).residuals
+        return {} if residuals is None else residuals.nbytes
+
+    @property
+    def residuals_dropped(self) -> Counter[str]:
+        """Parts whose residual was given up, by reason: half a step of the codec is lost there."""
+        with self._lock:
+            fed = [run.residuals for run in self._runs.values() if run.residuals is not None]
+        return sum((one.dropped for one in fed), Counter(self._unfed))
+
     # -- snapshots, as the driver and the API see them --------------------------------------------
 
     def initial_snapshot(self, name: str, trainer: str, version: int) -> bytes:
@@ -245,7 +267,7 @@ class Exchange:
                 if current is not None:
                     current.expect(effect.sender, effect.parts, effect.epoch)
             case Close():
-                self._close(run, effect.group_id)
+                self._close(run, effect.group_id, kept=effect.kept, without=effect.without)
             case FetchSnapshot():
                 self._fetch(run, effect)
             case PushSnapshot():
@@ -253,6 +275,8 @@ class Exchange:
             case DropSnapshot():
                 self._drop_transfer(run, effect.nonce)
             case LoadSnapshot():
+                if run.residuals is not None:  # what was owed belonged to the parameters before
+                    run.residuals.clear("snapshot")
                 buckets = [run.buckets[t] for t in effect.trainers if t in run.buckets]
                 run.snapshots.load(effect.nonce, effect.version, buckets)
                 self._intake.shut(effect.nonce)
@@ -266,6 +290,8 @@ class Exchange:
                 raise LocalProtocolError(f"{type(effect).__name__} is no effect of the data plane")
 
     def _open(self, run: _Run, effect: Open) -> None:
+        for lingering in list(run.rounds.values()):
+            lingering.settle()
         try:
             current = Round(
                 effect,
@@ -276,6 +302,7 @@ class Exchange:
                 post=partial(self._post, run.name),
                 drop=self._drop,
                 timed=self._timed,
+                residuals=run.residuals,
             )
         except ConfigError as error:  # the group, made elsewhere, names a codec we do not have
             log.error("run %s: a round cannot be opened: %s", run.name, error)
@@ -339,15 +366,15 @@ class Exchange:
             )
             self._post(run.name, barred)
 
-    def _close(self, run: _Run, group_id: bytes) -> None:
+    def _close(
+        self, run: _Run, group_id: bytes, *, kept: bool = True, without: tuple[int, ...] = ()
+    ) -> None:
         with self._lock:
             current = run.rounds.pop(group_id, None)
         if current is None:
-            self._intake.shut(
-                group_id
-            )  # never opened here; its early frames are worth nothing any more
+            self._intake.shut(group_id)  # never opened here: its early frames are worth nothing
             return
-        current.close()
+        current.close(kept=kept, without=without)
         if self._pulse is not None:
             self._pulse.leave(group_id)
         self._intake.shut(group_id, counters=current.moved)
@@ -383,20 +410,12 @@ class Exchange:
     # -- links ------------------------------------------------------------------------------------
 
     def _link(self, run: _Run, peer_id: str, addresses: tuple[str, ...], *, dials: bool) -> None:
-        links = self._links
-        if links is None or links.is_up(peer_id):
-            return
-        if not dials:
-            links.expect(peer_id)
-            return
-
-        def dialled(future: Future[None]) -> None:
-            if future.cancelled() or future.exception() is None or links.is_up(peer_id):
-                return
-            log.info("run %s: %s", run.name, future.exception())
+        def failed(words: str) -> None:
+            log.info("run %s: %s", run.name, words)
             self._post(run.name, LinkLost(peer_id, Reason.UNREACHABLE))
 
-        links.dial(peer_id, addresses).add_done_callback(dialled)
+        if self._links is not None:
+            link(self._links, peer_id, addresses, dials=dials, failed=failed)
 
     def link_lost(self, peer_id: str) -> None:
         """The pool's on_lost: what waited for that peer is gone, transfers with it fail.

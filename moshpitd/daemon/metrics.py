@@ -82,6 +82,17 @@ class NodeMetrics:
         self.codec_seconds = counter(
             "moshpit_codec_seconds", "Time spent in codecs.", "codec", "op"
         )
+        self.residual_bytes = gauge(
+            "moshpit_residual_bytes",
+            "Memory of what codecs took away and later rounds bring.",
+            "run",
+            "side",
+        )
+        self.residual_parts_dropped = gauge(
+            "moshpit_residual_parts_dropped",
+            "Parts whose residual was given up since the start: half a step of the codec each.",
+            "reason",
+        )
         self.link_rate = gauge(
             "moshpit_link_bytes_per_second", "Rate of one bulk link while busy.", "direction"
         )
@@ -181,6 +192,16 @@ class NodeMetrics:
         for direction, rate in (("sent", sent), ("received", received)):
             if rate is not None:
                 self.link_rate.labels(direction).set(rate)
+
+    def set_residual_bytes(self, run: str, sides: Mapping[str, int]) -> None:
+        """`sides`: sender, reducer."""
+        for side, nbytes in sides.items():
+            self.residual_bytes.labels(self._run(run), side).set(nbytes)
+
+    def set_residual_parts_dropped(self, reasons: Mapping[str, int]) -> None:
+        """`reasons`: snapshot, run_ended, withdrawn, not_finite."""
+        for reason, count in reasons.items():
+            self.residual_parts_dropped.labels(reason).set(count)
 
     def set_trainers(self, run: str, count: int) -> None:
         self.trainers.labels(self._run(run)).set(count)

@@ -114,7 +114,12 @@ class Node:
                 files=settings.flight.files,
             )
         self._record(Note("daemon_started"))
-        self._exchange = Exchange(self.peer_id, self._post, timed=self.metrics.add_codec_seconds)
+        self._exchange = Exchange(
+            self.peer_id,
+            self._post,
+            timed=self.metrics.add_codec_seconds,
+            error_feedback=settings.averaging.error_feedback,
+        )
         self._network = Network(
             settings, identity, self._exchange, self.runs, conflict=self._conflict
         )
@@ -419,12 +424,15 @@ class Node:
             self.metrics.set_joined(self.joined)
             self.metrics.set_drain_left(self.leaving.left_s)
             self._tell_links()
+            if self._exchange is not None:
+                self.metrics.set_residual_parts_dropped(self._exchange.residuals_dropped)
             now = self._live().addressed()
             for run in self.runs.values():
                 if now != addressed:
                     run.driver.handle(now)
                 self.metrics.set_trainers(run.name, len(run.trainers))
                 self.metrics.set_peers(run.name, peer_counts(run))
+                self.metrics.set_residual_bytes(run.name, run.residual_bytes())
                 peer = run.driver.peer
                 median, _ = peer.state.swarm.median_version(
                     peer.version, peer.lineage, peer.record.schema

@@ -55,6 +55,29 @@ class Links(Protocol):
         ...
 
 
+def link(
+    links: Links,
+    peer_id: str,
+    addresses: tuple[str, ...],
+    *,
+    dials: bool,
+    failed: Callable[[str], None],
+) -> None:
+    """Have a link to this peer; `failed` is called from any thread if we dialled in vain."""
+    if links.is_up(peer_id):
+        return
+    if not dials:
+        links.expect(peer_id)
+        return
+
+    def dialled(future: Future[None]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None and not links.is_up(peer_id):
+            failed(str(error))
+
+    links.dial(peer_id, addresses).add_done_callback(dialled)
+
+
 class _Lane:
     """What waits for one peer: streams by (priority, age), and per group the frames in the link."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,7 @@ class Store(Protocol):
     def first_nonfinite(self, name: str, trainer: str) -> str | None: ...  # blocks
     def set_state(self, name: str, state: bytes) -> None: ...  # blocks
     def state(self, name: str) -> bytes: ...
+    def residual_bytes(self, name: str) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,10 @@ class Run:
             self.driver.handle(TrainerGone(name))
         self._ground.exchange.remove_bucket(self.name, name)
         log_event(log, logging.INFO, "trainer gone", run=self.name, trainer=name)
+
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Memory of the run's residuals, by the side that keeps them: sender, reducer."""
+        return self._ground.exchange.residual_bytes(self.name) if self.layout is not None else {}
 
     def noted(self, note: Note) -> RoundLine | None:
         """A note of the core; the finished line when it ends a round."""

@@ -92,6 +92,9 @@ class Sender:
                     values = shared.local.contribution(part)
                     size = shared.encode(part, values, tensor_of(room), result=False)
                     failure = shared.local.unusable()
+                    feedback = shared.feedback(part, result=False)
+                    if failure is not None and feedback is not None:
+                        feedback.withdraw(part)
                 except Exception as error:  # any failure of a codec costs this part, not the link
                     failure = encode_failure(shared.codecs[part.dtype], error)
             if failure is not None:

@@ -27,6 +27,11 @@ from moshpitd.rpc.channel import MAX_SOCKET_BYTES, default_socket
 
 LOSSLESS = "float32"
 FLOWS_MAX = 8  # net.watch.FLOWS_MAX: importing net takes a second, and --help reads the settings
+FED = ("float16", "bfloat16", "int8", "int4", "minmax-uint8", "qsgd", "natural")
+"""Codecs that may average parameters, with error feedback: the residual that it keeps never exceeds
+what is sent. That is sqrt(1 - delta) / (1 - sqrt(1 - delta)) <= 1 for the codec's contraction delta
+(0.0005 for float16, 0.14 for int8, 0.97 for int4, 3.8 for nuqsgd, 198 for top-k). A test compares,
+because settings may not import the codecs: they would bring torch."""
 
 
 class _Section(BaseModel):
@@ -139,11 +144,20 @@ class LimitsSection(_Section):
 class _AveragingOwn(_Section):
     """How groups form and tensors travel. All peers of a run should agree on these."""
 
-    codec: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
-    """How float32 values travel. Other dtypes travel as they are."""
-    allow_lossy: bool = False
-    """Permit a codec other than float32 for parameters. Every average then rounds them, and
-    progress smaller than half a rounding step is lost for good."""
+    codec: Literal[
+        "float32", "float16", "bfloat16", "int8", "int4", "minmax-uint8", "qsgd", "natural",
+        "nuqsgd", "bagua-minmax-uint8", "top-k", "rand-k", "sign-l1", "sign-rms",
+    ] = "float16"  # fmt: skip
+    """How float32 values travel; all others travel as they are. float16 takes half of the bytes,
+    and what it rounds away comes with the next average. Those from nuqsgd on need
+    allow_no_error_feedback: averaged parameters would differ from the mean by their own size."""
+    error_feedback: bool = True
+    """Keep what the codec took away and add it in the next round, both where values are sent and
+    where they are averaged. Takes memory of up to twice the parameters. Without it every average
+    rounds the parameters, and progress smaller than half a rounding step is lost for good."""
+    allow_no_error_feedback: bool = False
+    """Permit what error feedback does not mend: error_feedback = false with a codec other than
+    float32, and codecs whose error it cannot keep below the size of the parameters."""
     part_bytes: int = Field(default=1 << 20, ge=4096, le=1 << 26, multiple_of=64)
     """Size of a part, the unit of arithmetic and of loss."""
 
@@ -312,12 +326,6 @@ class Settings(BaseSettings):
             raise ConfigError(
                 error.message, key=f"averaging.{error.key}", expected=error.expected
             ) from None
-        if self.averaging.codec != LOSSLESS and not self.averaging.allow_lossy:
-            raise ConfigError(
-                f"{self.averaging.codec} rounds the parameters in every average",
-                key="averaging.codec",
-                expected=f"{LOSSLESS}, or averaging.allow_lossy = true beside it",
-            )
         if self.notices.provider == "file" and not self.notices.file:
             raise ConfigError(
                 "no file is named", key="notices.file", expected="a path, with provider = file"
@@ -328,6 +336,7 @@ class Settings(BaseSettings):
                 key="links.security",
                 expected='"tls", or network.trusted_network = true beside it',
             )
+        self._check_codec()
         for finding in self.findings():
             if finding.fatal:
                 raise ConfigError(
@@ -341,6 +350,24 @@ class Settings(BaseSettings):
                 f"{socket} is too long for a Unix socket",
                 key="node.socket",
                 expected=f"a path of at most {MAX_SOCKET_BYTES} bytes",
+            )
+
+    def _check_codec(self) -> None:
+        codec, averaging = self.averaging.codec, self.averaging
+        if codec == LOSSLESS or averaging.allow_no_error_feedback:
+            return
+        beside = "or averaging.allow_no_error_feedback = true beside it"
+        if codec not in FED:
+            raise ConfigError(
+                f"{codec} changes parameters by their own size, also with error feedback",
+                key="averaging.codec",
+                expected=f"one of {', '.join((LOSSLESS, *FED))}, {beside}",
+            )
+        if not averaging.error_feedback:
+            raise ConfigError(
+                f"{codec} without error feedback rounds the parameters in every average",
+                key="averaging.error_feedback",
+                expected=f"true, or averaging.codec = {LOSSLESS!r}, {beside}",
             )
 
     def findings(self) -> list[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from moshpitd.core.effects import Open
 from moshpitd.core.events import Event
@@ -21,7 +21,8 @@ from moshpitd.daemon.ledger import Ledger
 from moshpitd.daemon.local import LocalValues
 from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.net.frames import FrameKind, Header
-from moshpitd.tensors.codecs import Codec, codec_for
+from moshpitd.tensors.codecs import RAW, Codec, codec_for
+from moshpitd.tensors.feedback import LOSSY_DTYPE, ErrorFeedback, Residuals, feeds
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Scratch, Tensor
 
@@ -43,6 +44,7 @@ class Shared:
         post: Callable[[Event], None],
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
+        residuals: Residuals | None = None,
     ) -> None:
         if len(opened.reducers) != len(layout.parts):
             raise LocalProtocolError(
@@ -64,6 +66,9 @@ class Shared:
         self.closed = False
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.made: dict[int, int] = {}  # part -> crc32 of the result that we made of it last
+        self._residuals = residuals if self._feeds() else None
+        self._settled = False
         self._post_event = post
         self._timed = timed
         self._locks = [threading.Lock() for _ in range(LOCKS)]
@@ -89,12 +94,37 @@ class Shared:
             epoch=epoch, codec=codec, contributors=contributors,
         )  # fmt: skip
 
-    def encode(self, part: Part, values: Tensor, out: Tensor, *, result: bool) -> int:
-        """Of the group, the part and us only, not of the epoch: a repeat is the same bytes."""
+    def feedback(self, part: Part, *, result: bool) -> ErrorFeedback | None:
+        """What is owed from earlier rounds to those who get our contribution or our result."""
+        if self._residuals is None or part.dtype != LOSSY_DTYPE:
+            return None
+        return self._residuals.reducer if result else self._residuals.sender
+
+    def encode(
+        self,
+        part: Part,
+        values: Tensor,
+        out: Tensor,
+        *,
+        result: bool,
+        decoded: Tensor | None = None,
+    ) -> int:
+        """Of the group, the part and us only, not of the epoch: a repeat is the same bytes.
+        `decoded` is filled with what the others will decode."""
         codec = self.codecs[part.dtype]
+        feedback = self.feedback(part, result=result)
         seed = seed_of(self.group_id, part.index, self.index, result=result)
         began = time.perf_counter()
-        size = codec.encode(values, out, seed=seed)
+        if feedback is not None and codec is not RAW:
+            size = feedback.encode(part, values, out, codec=codec, seed=seed, decoded=decoded)
+        else:
+            if feedback is not None and feedback.has(part):  # of rounds with another codec
+                room = self.scratch.take("given", numel=part.numel, dtype=part.dtype)
+                feedback.give(part, values, room)
+                values = room
+            size = codec.encode(values, out, seed=seed)
+            if decoded is not None:
+                codec.decode(out[:size], decoded)
         self._timed(codec.name, "encode", time.perf_counter() - began)
         return size
 
@@ -109,13 +139,45 @@ class Shared:
         self.local.apply(part, values)
         self.ledger.place(held)
 
-    def close(self) -> None:
+    def close(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:
         """Waits for the few parts being worked on, about a millisecond each."""
         self.closed = True
         for lock in self._locks:
             with lock:
                 pass  # whoever held it saw the round open and is through; later ones see it closed
+        self.settle(kept=kept, without=without)
         self.local.finish(self.ledger.parts_held())
+
+    def settle(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:
+        """What is owed from here on, now that the round is over: once, and before the next begins.
+
+        What we sent counts where the result in place says that we are inside, what we made as a
+        reducer where it is in place, by whomever it was handed over in the end.
+        """
+        residuals = self._residuals
+        if residuals is None or self._settled:
+            return
+        self._settled = True
+        local = frozenset(without)
+        for side, counts in ((residuals.sender, self._inside), (residuals.reducer, self._ours)):
+            for part in side.held():
+                with self.lock(part.index):
+                    used = kept and part.index not in local and counts(part.index)
+                    side.settle(part, included=used)
+
+    def _inside(self, part: int) -> bool:
+        held = self.ledger.held(part)
+        return held is not None and bool(held.contributors >> self.index & 1)
+
+    def _ours(self, part: int) -> bool:
+        held = self.ledger.held(part)
+        return held is not None and self.made.get(part) == held.crc
+
+    def _feeds(self) -> bool:
+        """Of a codec that does not contract the residual would grow for ever, so none is kept."""
+        codec = self.codecs.get(LOSSY_DTYPE)
+        sizes = [part.numel for part in self.layout.parts if part.dtype == LOSSY_DTYPE]
+        return codec is not None and bool(sizes) and feeds(codec, max(sizes))
 
 
 def seed_of(group_id: bytes, part: int, sender: int, *, result: bool) -> int:

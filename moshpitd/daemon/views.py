@@ -33,6 +33,7 @@ def run_view(run: Run) -> dict[str, Any]:
         "rounds_alone": outcomes[Status.ALONE],
         "rounds_failed": outcomes[Status.FAILED],
         "founder": peer.lineage.founder,
+        "residual_bytes": sum(run.residual_bytes().values()),
         "parameters": sum(spec.numel for spec in layout.specs) if layout is not None else 0,
     }
 

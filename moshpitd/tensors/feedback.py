@@ -4,28 +4,34 @@ A lossy average of parameters erases every progress smaller than half a step, fo
 error fed back it only comes later (ALGORITHMS 2.11, DESIGN 4; Karimireddy et al. 2019). Both the
 sender of contributions and the reducer of results keep a residual e:
 
-    c = x + e                 `compensate`, before encode
-    e' = c - decode(payload)  `commit`, once the outcome of the part says that it was included
-    e' = e                    `commit`, if it was not: nobody has seen c
+    c = x + e                 what is encoded (`encode`), or given as it is (`give`)
+    e' = c - decode(payload)  `settle`, once the outcome of the part says that it was included
+    e' = e                    `settle`, if it was not: nobody has seen c
 
 So x + e - e' = decode(payload) in every included round, and the sum of what was decoded differs
 from the sum of what was meant by the current e alone, however many rounds there were. What stays is
 a jitter of the size of e in each result (half a step of the codec), not a drift. e is bounded for
 codecs that promise a contraction, and for no others (`Codec.contraction`).
+
+Between `encode` and `settle` both e and the e' that may follow it exist, because a takeover asks
+for the same bytes again and an exclusion for the old e. Each has a whole array, and a byte per part
+says which of the two holds e: settling moves no values.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from moshpitd.errors import LocalProtocolError, TrainerError
+from moshpitd.tensors.codecs import Codec
 from moshpitd.tensors.dtypes import DTYPES, dtype_name
-from moshpitd.tensors.layout import Layout, Part, Region
+from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import anonymous
 from moshpitd.tensors.reduction import first_nonfinite
 from moshpitd.tensors.slices import SLICE_BYTES, slice_bounds
@@ -33,186 +39,246 @@ from moshpitd.tensors.slices import SLICE_BYTES, slice_bounds
 # Every other dtype travels raw (see codecs.codec_for), so that nothing of it is ever left over.
 LOSSY_DTYPE = "float32"
 _STEP = SLICE_BYTES // DTYPES[LOSSY_DTYPE].itemsize
+# Where e of a part is: in one of the two arrays (0, 1), or nowhere, because it is 0. The same may
+# be said of the e' that is held; or there is none, or c went out and nobody knows what it was.
+_ZERO, _NOTHING, _LOST = 2, 3, 4
 
 
 class ErrorFeedback:
     """The residual of one bucket, on one side (sender or reducer).
 
-    Invariant: e lies where its element lies in the region, whatever the parts and members of the
-    round were, so a change of the group or of `part_bytes` moves nothing. Parts of other dtypes
-    than float32 have no residual and are let through.
+    Invariant: e lies where its element lies in the region, whoever the members of a round are, so a
+    change of the group moves nothing. Parts of other dtypes than float32 have no residual.
 
     Calls about different parts may come from different threads; those about one part must not
-    overlap (the caller holds the part's lock). `state_dict`, `fold`, `hand_over` and their like
-    are for the time between rounds.
+    overlap (the caller holds the part's lock). `state_dict`, `hand_over` and their like are for the
+    time between rounds.
 
-    Memory: one flat array of the region's size, taken at the first commit. On the CPU it is mapped
-    zeros, of which only the pages count that somebody wrote: a reducer's residual costs its share.
+    Memory: two flat arrays of the region's size, taken when they are first written to. They are
+    mapped zeros, of which only the pages count that somebody wrote: a residual costs twice the
+    parts that travel lossy, on the side that loses. `dropped` counts parts whose residual was
+    given up, by reason: half a step of the codec is then lost for good.
     """
 
-    def __init__(self, layout: Layout, *, device: torch.device | str = "cpu") -> None:
-        self._regions = {region.dtype: region for region in layout.regions}
-        self._device = torch.device(device)
+    def __init__(self, layout: Layout) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._parts = layout.parts
+        self._region = next((r for r in layout.regions if r.dtype == LOSSY_DTYPE), None)
         self._lock = threading.Lock()  # only for taking memory
-        self._residuals: dict[str, Tensor] = {}
-        self._held: dict[tuple[int, int], Tensor] = {}
+        self._arrays: list[Tensor | None] = [None, None]
+        self._at = bytearray([_ZERO]) * len(layout.parts)  # part -> where e is
+        self._held = bytearray([_NOTHING]) * len(layout.parts)  # part -> where an e' is held
+        self._written = [bytearray(len(layout.parts)), bytearray(len(layout.parts))]
+        self._nbytes = 0
 
     # -- in a round ---------------------------------------------------------------------------
 
-    def compensate(self, part: Part, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """c = values + e, in `out` or in fresh memory; `values` (1-D, the part's) stay as they are.
+    def encode(
+        self,
+        part: Part,
+        values: Tensor,
+        payload: Tensor,
+        *,
+        codec: Codec,
+        seed: int = 0,
+        decoded: Tensor | None = None,
+    ) -> int:
+        """Encode c = values + e and hold e' = c - decode(payload); returns the payload's length.
 
-        Never an alias of `values`: a bucket may hold the result by the time of `commit`.
+        `values` stay as they are; `decoded` is filled with what the payload decodes to. A pure
+        function of (values, e, seed), and e does not change before `settle`: a repeat gives the
+        same bytes. Errors as for `Codec.encode`; nothing is held then.
         """
-        region, start, stop = self._range(part, values)
-        residual = self._residuals.get(region.dtype)
-        out = torch.empty_like(values) if out is None else out
-        if residual is None:
-            return out.copy_(values.detach())
-        return torch.add(values.detach(), residual[start:stop], out=out)
+        self._check(part, values)
+        at = self._at[part.index]
+        self._held[part.index] = _NOTHING
+        where = 0 if at == _ZERO else 1 - at
+        left, added = self._slot(part, where), None if at == _ZERO else self._slot(part, at)
+        try:
+            if decoded is None:
+                size = codec.encode_fed(values, payload, added=added, left=left, seed=seed)
+            else:
+                c = values if added is None else torch.add(values, added, out=left)
+                size = codec.encode(c, payload, seed=seed)
+                codec.decode(payload[:size], decoded)
+                torch.sub(c, decoded, out=left)
+        except TrainerError:
+            if added is None:
+                raise
+            # The values were finite when they were handed over; what is not is their sum with e.
+            # Without this the part would fail in every round from here on.
+            self._forget(part, "not_finite")
+            return self.encode(part, values, payload, codec=codec, seed=seed, decoded=decoded)
+        self._held[part.index] = where
+        return size
 
-    def commit(self, part: Part, c: Tensor, decoded: Tensor, *, included: bool) -> None:
-        """The outcome of a part: e' = c - decoded if it was included, else e' = e.
+    def give(self, part: Part, values: Tensor, out: Tensor) -> None:
+        """out = values + e, for what nothing is lost of on its way: e' = 0 is held."""
+        self._check(part, values)
+        at = self._at[part.index]
+        if at == _ZERO:
+            out.copy_(values)
+            if self._held[part.index] != _NOTHING:  # coded for a reducer that died; ours now
+                self._held[part.index] = _ZERO
+            return
+        torch.add(values, self._slot(part, at), out=out)
+        if first_nonfinite(out) is not None:
+            self._forget(part, "not_finite")
+            out.copy_(values)
+            return
+        self._held[part.index] = _ZERO
 
-        `c` is what `compensate` gave, `decoded` what its payload decodes to. A difference that is
-        not finite is refused (LocalProtocolError) and e stays: it would spoil every later round.
-        """
-        region, _, _ = self._range(part, c)
-        self._range(part, decoded)
-        if included and region.dtype == LOSSY_DTYPE:
-            self._keep(part, c.detach() - decoded.detach())
+    def withdraw(self, part: Part) -> None:
+        """What was encoded last turned out not to be the trainer's values. It was not sent, but the
+        same part may have been before; then e is in what was sent, and its e' is not known."""
+        self._held[part.index] = _LOST
 
-    def hold(self, part: Part, c: Tensor, decoded: Tensor) -> None:
-        """`commit` in two halves, where c cannot be kept until the outcome: keeps c - decoded.
-
-        Holding a part again replaces what was held (a repeated push). `settle` is the other half.
-        """
-        region, _, _ = self._range(part, c)
-        self._range(part, decoded)
-        if region.dtype == LOSSY_DTYPE:
-            self._held[part.offset_bytes, part.nbytes] = c.detach() - decoded.detach()
+    def held(self) -> list[Part]:
+        """The parts that wait for their outcome."""
+        return [part for part in self._parts if self._held[part.index] != _NOTHING]
 
     def settle(self, part: Part, *, included: bool) -> None:
-        """The outcome of a part that was held; LocalProtocolError if it was included but not held.
+        """The outcome of a part: e' replaces e if c was included, else it is forgotten."""
+        held, self._held[part.index] = self._held[part.index], _NOTHING
+        if not included or held == _NOTHING:
+            return
+        if held == _LOST:
+            self._forget(part, "withdrawn")
+        else:
+            self._at[part.index] = held
 
-        Errors as for `commit`.
-        """
-        region, _, _ = self._range(part)
-        held = self._held.pop((part.offset_bytes, part.nbytes), None)
-        if held is not None and included:
-            self._keep(part, held)
-        elif included and region.dtype == LOSSY_DTYPE:
-            raise LocalProtocolError(f"residual of part {part.index}: settled, but never held")
-
-    def abandon(self) -> None:
-        """The round is over: parts that are still held have no outcome, so they were not in."""
-        self._held.clear()
+    def has(self, part: Part) -> bool:
+        """Is there a residual other than 0?"""
+        return self._at[part.index] != _ZERO
 
     # -- between rounds -----------------------------------------------------------------------
 
     def norm(self) -> float:
-        """l2 of the residual, without what is held. Reads all of it: for metrics, not per part."""
+        """l2 of the residual, without what is held. Reads all of it: for people, not per part."""
         total = 0.0
-        for residual in self._residuals.values():
-            for start, stop in slice_bounds(residual.numel(), step=_STEP):
+        for part in self._residual_parts():
+            residual = self._slot(part, self._at[part.index])
+            for start, stop in slice_bounds(part.numel, step=_STEP):
                 piece = torch.linalg.vector_norm(residual[start:stop], dtype=torch.float64)
                 total += float(piece.item()) ** 2
         return math.sqrt(total)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space taken, and of parts that are held; 0 before the first commit."""
-        tensors = (*self._residuals.values(), *self._held.values())
-        return sum(one.numel() * one.element_size() for one in tensors)
-
-    def fold(self, part: Part, values: Tensor) -> None:
-        """values += e, e = 0: for a member's last contribution, which then travels lossless."""
-        region, start, stop = self._range(part, values)
-        residual = self._residuals.get(region.dtype)
-        if residual is not None:
-            values.detach().add_(residual[start:stop])
-            residual[start:stop].zero_()
+        """Bytes that were written to, in both arrays; 0 before the first lossy part."""
+        return self._nbytes
 
     def hand_over(self) -> dict[str, Tensor]:
         """The residual as plain values by dtype, out of here: whoever takes it over owns it now."""
-        handed, self._residuals = self._residuals, {}
-        self._held.clear()
+        handed = self.state_dict()
+        self.clear()
         return handed
 
     def take_over(self, handed: Mapping[str, Tensor]) -> None:
         """e += what a leaving peer handed over. Its weight is the caller's matter: in an average
         e counts with the weight of whoever sends it, so scale it by (its weight / ours) before.
 
-        TrainerError says which region does not fit, before anything is added.
+        TrainerError says what does not fit, before anything is added.
         """
-        for dtype, values in self._checked(handed).items():
-            self._residual(self._regions[dtype]).add_(values)
+        for values in self._checked(handed):
+            for part in self._of_region():
+                start, stop = self._bounds(part)
+                self._add(part, values[start:stop])
 
-    def clear(self) -> None:
-        """Forget everything and give the memory back: the parameters were replaced (a snapshot)."""
-        self._residuals.clear()
-        self._held.clear()
+    def clear(self, reason: str = "") -> None:
+        """Forget everything and give the memory back: the parameters were replaced (a snapshot).
+        With a reason, every part that had a residual counts as dropped."""
+        if reason:
+            self.dropped[reason] += sum(1 for _ in self._residual_parts())
+        with self._lock:
+            self._arrays = [None, None]
+            self._nbytes = 0
+            count = len(self._parts)
+            self._at[:] = bytes([_ZERO]) * count
+            self._held[:] = bytes([_NOTHING]) * count
+            self._written = [bytearray(count), bytearray(count)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the residual by dtype; regions without one are absent, and so is what is held:
-        a checkpoint is taken between rounds, or as if the round had not included us."""
-        return {dtype: residual.clone() for dtype, residual in self._residuals.items()}
+        """A copy of the residual by dtype; empty if it is 0. What is held is left out: a checkpoint
+        is taken between rounds, or as if the round had not included us."""
+        if self._region is None or not any(True for _ in self._residual_parts()):
+            return {}
+        whole = torch.zeros(self._region.numel, dtype=torch.float32)
+        for part in self._residual_parts():
+            start, stop = self._bounds(part)
+            whole[start:stop] = self._slot(part, self._at[part.index])
+        return {LOSSY_DTYPE: whole}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace everything by what `state_dict` gave, of a layout with the same regions.
+        """Replace everything by what `state_dict` gave, also of another cut of the same region.
 
         TrainerError says what does not fit; nothing has changed then.
         """
         checked = self._checked(state)
         self.clear()
-        for dtype, values in checked.items():
-            self._residual(self._regions[dtype]).copy_(values)
+        for values in checked:
+            for part in self._of_region():
+                start, stop = self._bounds(part)
+                self._add(part, values[start:stop])
 
     # -- below --------------------------------------------------------------------------------
 
-    def _keep(self, part: Part, difference: Tensor) -> None:
-        if first_nonfinite(difference) is not None:
-            raise LocalProtocolError(f"residual of part {part.index}: it is not finite")
-        region, start, stop = self._range(part, difference)
-        self._residual(region)[start:stop].copy_(difference)
+    def _add(self, part: Part, values: Tensor) -> None:
+        if self._at[part.index] == _ZERO:
+            if not bool(values.any().item()):
+                return
+            self._slot(part, 0).copy_(values)
+            self._at[part.index] = 0
+        else:
+            self._slot(part, self._at[part.index]).add_(values)
 
-    def _residual(self, region: Region) -> Tensor:
-        with self._lock:
-            held = self._residuals.get(region.dtype)
-            if held is None:
-                row = DTYPES[region.dtype]
-                if self._device.type == "cpu":
-                    held = anonymous(region.numel * row.itemsize).view(row.torch_dtype)
-                else:
-                    held = torch.zeros(region.numel, dtype=row.torch_dtype, device=self._device)
-                self._residuals[region.dtype] = held
-            return held
+    def _forget(self, part: Part, reason: str) -> None:
+        self.dropped[reason] += 1
+        self._at[part.index], self._held[part.index] = _ZERO, _NOTHING
 
-    def _range(self, part: Part, values: Tensor | None = None) -> tuple[Region, int, int]:
-        """The part's region and elements in it; the part may be of any cut of that region."""
-        region, row = self._regions.get(part.dtype), DTYPES.get(part.dtype)
-        if region is None or row is None:
-            raise LocalProtocolError(f"residual: no region of dtype {part.dtype}")
-        start, rest = divmod(part.offset_bytes - region.offset_bytes, row.itemsize)
-        stop = start + part.numel
-        if start < 0 or rest or stop > region.numel:
-            raise LocalProtocolError(
-                f"residual of part {part.index}: elements {start} to {stop} of {part.dtype}, "
-                f"expected 0 to {region.numel}"
-            )
-        if values is not None and (
-            values.shape != (part.numel,) or values.dtype != row.torch_dtype
+    def _slot(self, part: Part, where: int) -> Tensor:
+        """The part's elements in one of the arrays, which is mapped when it is first asked for."""
+        array = self._arrays[where]
+        if array is None or not self._written[where][part.index]:
+            with self._lock:
+                array = self._arrays[where]
+                if array is None:
+                    assert self._region is not None
+                    size = self._region.numel * DTYPES[LOSSY_DTYPE].itemsize
+                    array = self._arrays[where] = anonymous(size).view(torch.float32)
+                if not self._written[where][part.index]:
+                    self._written[where][part.index] = 1
+                    self._nbytes += part.nbytes
+        start, stop = self._bounds(part)
+        return array[start:stop]
+
+    def _of_region(self) -> Iterable[Part]:
+        return (part for part in self._parts if part.dtype == LOSSY_DTYPE)
+
+    def _residual_parts(self) -> Iterable[Part]:
+        return (part for part in self._parts if self._at[part.index] != _ZERO)
+
+    def _bounds(self, part: Part) -> tuple[int, int]:
+        assert self._region is not None
+        first = (part.offset_bytes - self._region.offset_bytes) // DTYPES[LOSSY_DTYPE].itemsize
+        return first, first + part.numel
+
+    def _check(self, part: Part, values: Tensor) -> None:
+        if not 0 <= part.index < len(self._parts) or self._parts[part.index] != part:
+            raise LocalProtocolError(f"residual: part {part.index} is none of this layout")
+        if (
+            part.dtype != LOSSY_DTYPE
+            or values.shape != (part.numel,)
+            or values.dtype != torch.float32
         ):
             raise LocalProtocolError(
-                f"residual of part {part.index}: got {dtype_name(values.dtype)} "
-                f"{list(values.shape)}, expected {part.dtype} [{part.numel}]"
+                f"residual of part {part.index} ({part.dtype}): got {dtype_name(values.dtype)} "
+                f"{list(values.shape)}, expected {LOSSY_DTYPE} [{part.numel}]"
             )
-        return region, start, stop
 
-    def _checked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _checked(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         for dtype, values in state.items():
-            region = self._regions.get(dtype)
-            numel = region.numel if region is not None and dtype == LOSSY_DTYPE else 0
+            numel = self._region.numel if self._region and dtype == LOSSY_DTYPE else 0
             if values.shape != (numel,) or dtype_name(values.dtype) != dtype or numel == 0:
                 raise TrainerError(
                     f"residual {dtype!r}: {dtype_name(values.dtype)} {list(values.shape)}, "
@@ -224,4 +290,32 @@ class ErrorFeedback:
                     f"residual {dtype!r} holds NaN or infinity, expected finite values",
                     reason="not_finite",
                 )
-        return dict(state)
+        return list(state.values())
+
+
+class Residuals:
+    """Both sides of one run at one node."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.sender = ErrorFeedback(layout)
+        self.reducer = ErrorFeedback(layout)
+
+    def clear(self, reason: str) -> None:
+        self.sender.clear(reason)
+        self.reducer.clear(reason)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return {"sender": self.sender.nbytes, "reducer": self.reducer.nbytes}
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Parts whose residual was given up, by reason."""
+        return self.sender.dropped + self.reducer.dropped
+
+
+def feeds(codec: Codec, numel: int) -> bool:
+    """Whether error feedback keeps its residual bounded with this codec, for parts of `numel`. One
+    that promises nothing gets none."""
+    promised = getattr(codec, "contraction", None)
+    return promised is not None and promised(numel) > 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from moshpitd.errors import TrainerError
 from moshpitd.tensors.dtypes import DTYPES
 
-__all__ = ["Scratch", "Tensor", "anonymous", "bytes_of", "fresh", "tensor_of", "typed"]
+__all__ = ["Scratch", "Tensor", "anonymous", "bytes_of", "fresh", "tensor_of", "typed", "untyped"]
 
 
 def tensor_of(
@@ -50,12 +50,17 @@ def fresh(nbytes: int) -> Tensor:
 
 def bytes_of(values: Tensor) -> memoryview:
     """The bytes of a contiguous 1-D CPU tensor, for a socket."""
-    return memoryview(values.detach().view(torch.uint8).numpy().data)
+    return memoryview(untyped(values).numpy().data)
 
 
 def typed(buffer: Tensor, dtype: str) -> Tensor:
     """A uint8 tensor seen as `dtype`; its length must be a multiple of the item size."""
     return buffer.view(DTYPES[dtype].torch_dtype)
+
+
+def untyped(values: Tensor) -> Tensor:
+    """A contiguous 1-D tensor seen as its bytes."""
+    return values.detach().view(torch.uint8)
 
 
 class Scratch(threading.local):

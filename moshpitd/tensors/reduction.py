@@ -79,6 +79,15 @@ class PartAccumulator:
                 raise LocalProtocolError("accumulator: no contribution, so there is no mean")
             out.copy_(self._state)
 
+    def take(self) -> Tensor:
+        """The mean (the maximum) as a tensor of the part's dtype, out of here and without a copy
+        where that is possible. The accumulator is over: nothing may be added afterwards."""
+        with self._lock:
+            state, self._state = self._state, None
+            if state is None:
+                raise LocalProtocolError("accumulator: no contribution, so there is no mean")
+            return state.to(self._row.torch_dtype)
+
     def _check(self, values: Tensor) -> None:
         row = self._row
         if (

@@ -30,14 +30,16 @@ def slice_bounds(numel: int, *, step: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, numel)
 
 
-def scratch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """This thread's uninitialised 1-D scratch; valid until its next call with that dtype."""
-    store: dict[tuple[torch.dtype, torch.device], Tensor] | None = getattr(_local, "store", None)
+def scratch(numel: int, dtype: torch.dtype, device: torch.device, *, name: str = "") -> Tensor:
+    """This thread's uninitialised 1-D scratch; valid until its next call with that dtype and
+    name."""
+    store: dict[tuple[str, torch.dtype, torch.device], Tensor] | None
+    store = getattr(_local, "store", None)
     if store is None:
         store = _local.store = {}
-    held = store.get((dtype, device))
+    held = store.get((name, dtype, device))
     if held is None or held.numel() < numel:
-        held = store[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+        held = store[name, dtype, device] = torch.empty(numel, dtype=dtype, device=device)
     return held[:numel]
 
 

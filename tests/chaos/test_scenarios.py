@@ -85,14 +85,13 @@ async def test_the_first_round_of_every_fresh_swarm_is_right(codec: str) -> None
     about was a race: a stream that broke early looked like one that had ended.
     """
     generator = torch.Generator().manual_seed(60)
-    lossy = {"averaging__codec": codec, "averaging__allow_lossy": True}
     logging.disable(logging.CRITICAL)
     try:
         for turn in range(FRESH_SWARMS):
             values = [torch.randn(FLOATS, generator=generator) for _ in range(3)]
             tensors = [{"w": torch.zeros(FLOATS)} for _ in values]
             async with (
-                LocalSwarm(3, **lossy, **PATIENT) as swarm,
+                LocalSwarm(3, averaging__codec=codec, **PATIENT) as swarm,
                 trainers(swarm, "fresh", tensors) as sessions,
             ):
                 for own, value in zip(tensors, values, strict=True):

@@ -28,7 +28,9 @@ def run() -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm() -> AsyncIterator[LocalSwarm]:
-    async with LocalSwarm(4) as running:
+    # Raw values, so that what groups and trainers add up to can be compared to the last bit; what
+    # codecs make of it is looked at in test_scenarios_numbers.
+    async with LocalSwarm(4, averaging__codec="float32") as running:
         yield running
 
 

@@ -219,14 +219,14 @@ MakePlane: TypeAlias = Callable[
 ]
 
 
-def in_memory() -> MakePlane:
+def in_memory(*, feedback: bool = True) -> MakePlane:
     """Nodes whose links are queues of one world."""
     world: dict[str, MemoryLinks] = {}
 
     def make(
         number: int, where: Path, post: Callable[[str, Event], None]
     ) -> tuple[Exchange, AnyLinks, tuple[str, ...]]:
-        exchange = Exchange(f"peer-{number}", post)
+        exchange = Exchange(f"peer-{number}", post, error_feedback=feedback)
         return exchange, MemoryLinks(exchange.peer_id, world, exchange), ("memory",)
 
     return make
@@ -234,11 +234,16 @@ def in_memory() -> MakePlane:
 
 @contextmanager
 def planes(
-    count: int, layout: Layout, where: Path, make: MakePlane | None = None
+    count: int,
+    layout: Layout,
+    where: Path,
+    make: MakePlane | None = None,
+    *,
+    feedback: bool = True,
 ) -> Iterator[list[Plane]]:
     """`count` nodes; at the end nothing of them is left: no file, no thread."""
     before = set(threading.enumerate())
-    make = make or in_memory()
+    make = make or in_memory(feedback=feedback)
     news = threading.Semaphore(0)
     made: list[Plane] = []
     for number in range(count):

@@ -104,7 +104,7 @@ def test_a_configured_socket_is_found_through_the_settings(tmp_path: Path) -> No
         (["--announce", "/ip4/0.0.0.0/tcp/1"], "/ip4/0.0.0.0/tcp/1: 0.0.0.0 means every interface"),
         (["--max-group", "1"], "averaging.max_group: 1 is out of range (expected 2..64)"),
         (["--log-level", "loud"], "log.level: 'loud' is refused"),
-        (["--set", "averaging.codec=int8"], "averaging.allow_lossy = true"),
+        (["--set", "averaging.codec=top-k"], "averaging.allow_no_error_feedback = true"),
         (["--set", "averaging.window_s=soon"], "'soon' is refused (expected a valid number)"),
         (["--set", "averaging.windows=1"], "unknown key (expected window_s?)"),
         (["--set", "nonsense"], "--set: 'nonsense' assigns nothing"),

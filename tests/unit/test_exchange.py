@@ -32,7 +32,7 @@ from moshpitd.errors import ConfigError, LocalProtocolError
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.links import LinkCallbacks, LinkPool
-from moshpitd.tensors.codecs import CODECS
+from moshpitd.tensors.codecs import CODECS, Codec
 from moshpitd.tensors.layout import Part
 from moshpitd.tensors.mapped import bytes_of
 from tests.kit.planes import (
@@ -270,13 +270,16 @@ def test_a_contribution_that_is_not_finite_is_refused_by_tensor_name(tmp_path: P
 # -- failures of our own work ---------------------------------------------------------------------
 
 
-class BrokenCodec:
-    name, code = "broken", 77
+class BrokenCodec(Codec):
+    name, code, block, unbiased = "broken", 77, 1, False
 
     def payload_bytes(self, numel: int, dtype: str) -> int:
         return numel * 4
 
     def error_bound(self, absmax: float) -> float:
+        return 0.0
+
+    def omega(self, numel: int) -> float:
         return 0.0
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int = 0) -> int:

@@ -236,7 +236,7 @@ def test_an_average_that_runs_when_the_bar_comes_is_held(
     four: list[Plane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane = four[0]
-    group = group_of(four)
+    group = group_of(four, codec="float16")
     open_round(four[:1], group)
     part = float_parts(plane, reducer=0)[0]
     current = plane.exchange._runs[RUN].rounds[group.group_id]
@@ -716,10 +716,10 @@ def test_an_average_that_fails_anywhere_says_so(
     group = group_of(four)
     open_round(four[:1], group)
 
-    def breaks(self: PartAccumulator, out: Tensor) -> None:
+    def breaks(self: PartAccumulator) -> Tensor:
         raise MemoryError("no room for a mean")
 
-    monkeypatch.setattr(PartAccumulator, "mean", breaks)
+    monkeypatch.setattr(PartAccumulator, "take", breaks)
     ask(plane, Average(group.group_id, 0, 0))
     want = PartFailed(group.group_id, 0, Reason.CODEC, "averaging: no room for a mean", True, 0)
     assert plane.wait(PartFailed) == want

@@ -16,7 +16,7 @@ from torch import Tensor
 from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.tensors.codecs import CODECS, Codec
 from moshpitd.tensors.codecs.sparse import TopKCodec
-from moshpitd.tensors.feedback import ErrorFeedback
+from moshpitd.tensors.feedback import ErrorFeedback, Residuals, feeds
 from moshpitd.tensors.layout import Layout, Part, TensorSpec
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -61,7 +61,26 @@ def normal(numel: int, seed: int = 0) -> Tensor:
 
 def left(feedback: ErrorFeedback, part: Part) -> Tensor:
     """The residual of a part."""
-    return feedback.compensate(part, torch.zeros(part.numel))
+    found = torch.zeros(part.numel)
+    state = feedback.state_dict()
+    if state:
+        first = part.offset_bytes - next(p for p in feedback._of_region()).offset_bytes
+        found += state["float32"][first // 4 :][: part.numel]
+    return found
+
+
+def sent(
+    feedback: ErrorFeedback, part: Part, values: Tensor, codec: Codec, *, seed: int = 0,
+    included: bool | None = True,
+) -> Tensor:  # fmt: skip
+    """What arrives of these values; `included` None: the outcome is still open."""
+    payload = torch.empty(codec.payload_bytes(values.numel(), "float32"), dtype=torch.uint8)
+    size = feedback.encode(part, values, payload, codec=codec, seed=seed)
+    out = torch.empty_like(values)
+    codec.decode(payload[:size], out)
+    if included is not None:
+        feedback.settle(part, included=included)
+    return out
 
 
 # -- the rule -------------------------------------------------------------------------------------
@@ -80,9 +99,7 @@ def test_what_was_decoded_and_the_residual_are_what_was_meant(
     for number, included in enumerate(outcomes):
         values = normal(numel, seed + number)
         before = left(feedback, part)
-        c = feedback.compensate(part, values)
-        decoded = coded(codec, c, seed=number)
-        feedback.commit(part, c, decoded, included=included)
+        decoded = sent(feedback, part, values, codec, seed=number, included=included)
         if included:
             meant += values.double()
             arrived += decoded.double()
@@ -93,6 +110,23 @@ def test_what_was_decoded_and_the_residual_are_what_was_meant(
     assert feedback.norm() == pytest.approx(residual.norm().item())
 
 
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize("numel", [2, 700, 140_000])
+def test_one_visit_gives_the_bytes_and_the_rest_of_encode_and_decode(name: str, numel: int) -> None:
+    """`encode_fed` of the block codecs is another loop than `encode` and `decode`."""
+    codec, values, added = CODECS[name], normal(numel), normal(numel, 1) * 1e-3
+    payload = torch.empty(codec.payload_bytes(numel, "float32"), dtype=torch.uint8)
+    for extra in (added, None):
+        c = values if extra is None else values + extra
+        room, rest = torch.empty_like(payload), torch.empty(numel)
+        size = codec.encode(c, payload, seed=5)
+        assert codec.encode_fed(values, room, added=extra, left=rest, seed=5) == size
+        assert torch.equal(room[:size], payload[:size])
+        decoded = torch.empty(numel)
+        codec.decode(payload[:size], decoded)
+        assert torch.equal(rest, c - decoded)
+
+
 @pytest.mark.parametrize("name", CONTRACTIVE)
 def test_the_residual_of_a_contraction_stays_bounded(name: str) -> None:
     layout, codec = layout_of(256), CODECS[name]
@@ -101,12 +135,19 @@ def test_the_residual_of_a_contraction_stays_bounded(name: str) -> None:
     for number in range(300):
         values = normal(256, number)
         longest = max(longest, values.norm().item())
-        c = feedback.compensate(part, values)
-        feedback.commit(part, c, coded(codec, c, seed=number), included=True)
+        sent(feedback, part, values, codec, seed=number)
         largest = max(largest, feedback.norm())
     # ||e'|| <= sqrt(1 - delta) (||e|| + ||x||), so never above the fixed point of that.
     shrink = (1 - codec.contraction(256)) ** 0.5
     assert largest <= longest * shrink / (1 - shrink)
+
+
+def test_which_codecs_are_fed() -> None:
+    assert [name for name, codec in CODECS.items() if feeds(codec, 256)] == [
+        "float32",
+        *CONTRACTIVE,
+    ]
+    assert not feeds(object(), 256)  # type: ignore[arg-type]
 
 
 def test_golden_ef_sgd() -> None:
@@ -121,145 +162,188 @@ def test_golden_ef_sgd() -> None:
     for title, codec in codecs.items():
         feedback, x = ErrorFeedback(layout), torch.tensor(inputs["x0"])
         for gradient, expected in zip(inputs["grads"], case["outputs"][title], strict=True):
-            p = feedback.compensate(part, inputs["gamma"] * torch.tensor(gradient))
-            delta = coded(codec, p)
-            feedback.commit(part, p, delta, included=True)
+            delta = sent(feedback, part, inputs["gamma"] * torch.tensor(gradient), codec)
             x -= delta
             found = {"delta": delta, "x": x, "e": left(feedback, part)}
             for word, values in found.items():  # float32 here, float64 there
                 torch.testing.assert_close(values, torch.tensor(expected[word]), atol=5e-7, rtol=0)
 
 
+# -- outcomes -------------------------------------------------------------------------------------
+
+INT8 = CODECS["int8"]
+
+
+def test_a_repeat_is_the_same_bytes_until_the_outcome(layout: Layout) -> None:
+    feedback, values = ErrorFeedback(layout), normal(96)
+    part = parts_of(layout)[0]
+    sent(feedback, part, normal(96, 1), INT8)
+    before = left(feedback, part)
+    first = sent(feedback, part, values, INT8, included=None)
+    again = sent(feedback, part, values, INT8, included=None)
+    assert torch.equal(first, again)
+    assert torch.equal(left(feedback, part), before), "nothing was settled yet"
+    feedback.settle(part, included=True)
+    torch.testing.assert_close(left(feedback, part), before + values - first)
+    assert not torch.equal(sent(feedback, part, values, INT8), first), "now it is another sum"
+
+
+def test_an_outcome_counts_once_and_only_for_what_is_held(layout: Layout) -> None:
+    feedback, part = ErrorFeedback(layout), parts_of(layout)[0]
+    feedback.settle(part, included=True)
+    assert not feedback.has(part)
+    sent(feedback, part, normal(96), INT8, included=None)
+    assert feedback.held() == [part]
+    feedback.settle(part, included=False)
+    feedback.settle(part, included=True)
+    assert feedback.held() == []
+    assert not feedback.has(part)
+
+
+def test_what_is_given_whole_owes_nothing_afterwards(layout: Layout) -> None:
+    feedback, part = ErrorFeedback(layout), parts_of(layout)[0]
+    sent(feedback, part, normal(96), INT8)
+    owed, values, out = left(feedback, part), normal(96, 2), torch.empty(96)
+    for included in (False, True):
+        feedback.give(part, values, out)
+        torch.testing.assert_close(out, values + owed)
+        assert torch.equal(left(feedback, part), owed)
+        feedback.settle(part, included=included)
+    assert not feedback.has(part)
+    feedback.give(part, values, out)
+    assert torch.equal(out, values)
+
+
+def test_a_part_that_was_coded_and_then_given_whole_owes_what_the_last_did(layout: Layout) -> None:
+    """We sent it to a reducer that died, and reduce it ourselves now."""
+    feedback, part = ErrorFeedback(layout), parts_of(layout)[0]
+    sent(feedback, part, normal(96), INT8, included=None)
+    feedback.give(part, normal(96), torch.empty(96))
+    feedback.settle(part, included=True)
+    assert not feedback.has(part)
+
+
+def test_what_was_withdrawn_is_not_owed_and_counted_if_it_arrived_all_the_same(
+    layout: Layout,
+) -> None:
+    feedback, part = ErrorFeedback(layout), parts_of(layout)[0]
+    sent(feedback, part, normal(96), INT8)
+    owed = left(feedback, part)
+    sent(feedback, part, normal(96, 3), INT8, included=None)
+    feedback.withdraw(part)
+    feedback.settle(part, included=False)
+    assert torch.equal(left(feedback, part), owed)
+    feedback.withdraw(part)
+    feedback.settle(part, included=True)
+    assert not feedback.has(part)
+    assert feedback.dropped == {"withdrawn": 1}
+
+
+def test_a_residual_that_overflows_its_part_is_given_up(layout: Layout) -> None:
+    """Values near the largest float32: x is finite, x + e is not. It must not fail for ever."""
+    feedback, part = ErrorFeedback(layout), parts_of(layout)[0]
+    top = torch.finfo(torch.float32).max
+    feedback.load_state_dict({"float32": torch.full((numel_of(layout),), top / 2)})
+    values = torch.full((96,), top)
+    assert torch.isfinite(sent(feedback, part, values, INT8)).all()
+    assert feedback.dropped == {"not_finite": 1}
+    feedback.load_state_dict({"float32": torch.full((numel_of(layout),), top / 2)})
+    out = torch.empty(96)
+    feedback.give(part, values, out)
+    assert torch.equal(out, values)
+    assert feedback.dropped == {"not_finite": 2}
+    with pytest.raises(TrainerError, match="NaN or infinity"):
+        sent(feedback, part, torch.full((96,), float("nan")), INT8)
+    assert feedback.held() == []
+
+
+def test_the_decoded_values_of_a_result_are_given_too(layout: Layout) -> None:
+    feedback, part = ErrorFeedback(layout), parts_of(layout)[0]
+    payload = torch.empty(INT8.payload_bytes(96, "float32"), dtype=torch.uint8)
+    total, owed = torch.zeros(96), torch.zeros(96)
+    for number in range(3):
+        values, decoded, alone = normal(96, number), torch.empty(96), torch.empty(96)
+        feedback.encode(part, values, payload, codec=INT8, decoded=decoded)
+        INT8.decode(payload, alone)
+        assert torch.equal(decoded, alone)
+        feedback.settle(part, included=True)
+        total += values - decoded
+        owed = left(feedback, part)
+    torch.testing.assert_close(owed, total, atol=1e-5, rtol=0)
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 
-def test_the_residual_survives_another_cut() -> None:
-    wide, narrow = layout_of(1000, part_bytes=1024), layout_of(1000, part_bytes=192)
-    feedback = ErrorFeedback(wide)
-    values = normal(1000)
-    start = 0
-    for part in parts_of(wide):
-        feedback.commit(part, values[start : start + part.numel], torch.zeros(part.numel),
-                        included=True)  # fmt: skip
-        start += part.numel
-    assert [part.numel for part in parts_of(narrow)][:2] == [48, 48]
-    found = torch.cat([left(feedback, part) for part in parts_of(narrow)])
-    assert torch.equal(found, values)
+@pytest.fixture
+def layout() -> Layout:
+    """Three float32 parts of 96, 96 and 48 elements between two other regions."""
+    return layout_of(240, part_bytes=384)
 
 
-def test_parts_do_not_touch_each_other() -> None:
-    layout = layout_of(100, part_bytes=64)
+def numel_of(layout: Layout) -> int:
+    return sum(part.numel for part in parts_of(layout))
+
+
+def test_parts_do_not_touch_each_other(layout: Layout) -> None:
     feedback = ErrorFeedback(layout)
-    first, second, third, *_ = parts_of(layout)
-    feedback.commit(second, torch.ones(16), torch.zeros(16), included=True)
-    assert left(feedback, first).tolist() == left(feedback, third).tolist() == [0.0] * 16
-    assert left(feedback, second).tolist() == [1.0] * 16
+    first, second, third = parts_of(layout)
+    sent(feedback, second, normal(96), INT8)
+    assert not left(feedback, first).any()
+    assert not left(feedback, third).any()
+    assert left(feedback, second).any()
 
 
 def test_memory_is_taken_when_it_is_needed() -> None:
     layout = layout_of(1 << 28)  # 1 GiB of residual, of which one part is written
-    feedback = ErrorFeedback(layout)
+    feedback, codec = ErrorFeedback(layout), CODECS["float16"]
     part = parts_of(layout)[7]
-    values = torch.ones(part.numel)
     assert feedback.nbytes == 0
-    feedback.commit(part, values, values, included=False)
-    assert feedback.nbytes == 0
-    feedback.commit(part, values, 0.5 * values, included=True)
-    assert feedback.nbytes == 1 << 30
-    assert left(feedback, part).unique().tolist() == [0.5]
-
-
-def test_other_dtypes_are_let_through() -> None:
-    layout = layout_of(4)
-    feedback = ErrorFeedback(layout)
-    for dtype, torch_dtype in (("float64", torch.float64), ("int64", torch.int64)):
-        (part,) = parts_of(layout, dtype)
-        values = torch.arange(part.numel, dtype=torch_dtype)
-        c = feedback.compensate(part, values)
-        assert torch.equal(c, values)
-        feedback.commit(part, c, c, included=True)
-        feedback.hold(part, c, c)
-        feedback.settle(part, included=True)
-        feedback.fold(part, values)
+    for expected in (part.nbytes, 2 * part.nbytes, 2 * part.nbytes):  # e, then e and e'
+        sent(feedback, part, normal(part.numel), codec)
+        assert feedback.nbytes == expected
+    feedback.clear()
     assert feedback.nbytes == 0
 
 
-def test_compensate_never_gives_the_bucket_itself() -> None:
-    layout = layout_of(4)
-    (part,) = parts_of(layout)
-    feedback, bucket, room = ErrorFeedback(layout), torch.ones(4), torch.empty(4)
-    c = feedback.compensate(part, bucket)
-    assert feedback.compensate(part, bucket, room) is room
-    bucket.fill_(9.0)
-    assert c.tolist() == room.tolist() == [1.0] * 4
-
-
-def test_hold_and_settle_are_commit_in_two_halves() -> None:
-    layout = layout_of(8)
-    (part,) = parts_of(layout)
-    feedback = ErrorFeedback(layout)
-    feedback.hold(part, torch.full((8,), 7.0), torch.zeros(8))
-    feedback.hold(part, torch.full((8,), 3.0), torch.ones(8))  # a repeated push
-    assert left(feedback, part).tolist() == [0.0] * 8
-    feedback.settle(part, included=True)
-    assert left(feedback, part).tolist() == [2.0] * 8
-    feedback.hold(part, torch.full((8,), 9.0), torch.zeros(8))
-    feedback.settle(part, included=False)
-    feedback.settle(part, included=False)  # never pushed, never in: nothing to do
-    feedback.hold(part, torch.full((8,), 9.0), torch.zeros(8))
-    feedback.abandon()
-    assert left(feedback, part).tolist() == [2.0] * 8
-    with pytest.raises(LocalProtocolError, match="never held"):
-        feedback.settle(part, included=True)
-
-
-def test_a_residual_that_is_not_finite_is_refused() -> None:
-    layout = layout_of(2)
-    (part,) = parts_of(layout)
-    feedback = ErrorFeedback(layout)
-    feedback.commit(part, torch.ones(2), torch.zeros(2), included=True)
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(LocalProtocolError, match="not finite"):
-            feedback.commit(part, torch.tensor([1.0, bad]), torch.zeros(2), included=True)
-        assert left(feedback, part).tolist() == [1.0, 1.0]
-
-
-def test_our_own_mistakes_are_local() -> None:
-    layout = layout_of(4)
-    (part,) = parts_of(layout)
-    feedback = ErrorFeedback(layout)
-    with pytest.raises(LocalProtocolError, match=r"got float32 \[3\], expected float32 \[4\]"):
-        feedback.compensate(part, torch.zeros(3))
+def test_what_is_none_of_this_layout_is_our_own_mistake(layout: Layout) -> None:
+    feedback, part = ErrorFeedback(layout), parts_of(layout)[0]
+    room = torch.empty(960, dtype=torch.uint8)
+    with pytest.raises(LocalProtocolError, match=r"got float32 \[3\], expected float32 \[96\]"):
+        feedback.encode(part, torch.zeros(3), room, codec=INT8)
     with pytest.raises(LocalProtocolError, match="got float64"):
-        feedback.commit(part, torch.zeros(4), torch.zeros(4).double(), included=True)
-    elsewhere = parts_of(layout_of(40, part_bytes=64))[1]
-    with pytest.raises(LocalProtocolError, match="elements 16 to 32 of float32, expected 0 to 4"):
-        feedback.compensate(elsewhere, torch.zeros(16))
-    with pytest.raises(LocalProtocolError, match="no region of dtype int8"):
-        feedback.compensate(Part(0, 0, 4, 4, "int8", "max"), torch.zeros(4, dtype=torch.int8))
+        feedback.give(part, torch.zeros(96).double(), torch.zeros(96).double())
+    with pytest.raises(LocalProtocolError, match="none of this layout"):
+        feedback.encode(
+            parts_of(layout_of(40, part_bytes=64))[1], torch.zeros(16), room, codec=INT8
+        )
+    (wide,) = parts_of(layout, "float64")
+    with pytest.raises(LocalProtocolError, match="float64"):
+        feedback.give(wide, torch.zeros(3).double(), torch.zeros(3).double())
 
 
 # -- between rounds -------------------------------------------------------------------------------
 
 
-def filled(layout: Layout, values: Tensor) -> ErrorFeedback:
+def filled(layout: Layout, seed: int) -> ErrorFeedback:
     feedback = ErrorFeedback(layout)
-    (part,) = parts_of(layout)
-    feedback.commit(part, values, torch.zeros_like(values), included=True)
+    for part in parts_of(layout):
+        sent(feedback, part, normal(part.numel, seed + part.index), INT8)
     return feedback
 
 
-def test_a_checkpoint_brings_it_back(tmp_path: Path) -> None:
-    layout = layout_of(50)
-    (part,) = parts_of(layout)
-    feedback = filled(layout, normal(50))
+def test_a_checkpoint_brings_it_back_also_to_another_cut(layout: Layout, tmp_path: Path) -> None:
+    feedback = filled(layout, 0)
     torch.save(feedback.state_dict(), tmp_path / "state")
     saved = torch.load(tmp_path / "state", weights_only=True)
-    feedback.clear()
-    assert (feedback.norm(), feedback.nbytes) == (0.0, 0)
-    again = filled(layout_of(50, part_bytes=64 * 16), torch.ones(50))
+    norm = feedback.norm()
+    feedback.clear("snapshot")
+    assert (feedback.norm(), feedback.nbytes, feedback.dropped["snapshot"]) == (0.0, 0, 3)
+    narrow = layout_of(240, part_bytes=64)
+    again = filled(narrow, 9)
     again.load_state_dict(saved)
-    assert torch.equal(left(again, part), normal(50))
+    assert again.norm() == pytest.approx(norm)
+    assert torch.equal(again.state_dict()["float32"], saved["float32"])
     again.load_state_dict(ErrorFeedback(layout).state_dict())
     assert again.norm() == 0.0
 
@@ -275,28 +359,32 @@ def test_a_checkpoint_brings_it_back(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_of_something_else_changes_nothing(state: Any, words: str) -> None:
-    layout = layout_of(50)
-    feedback = filled(layout, torch.ones(50))
+    feedback = filled(layout_of(50), 0)
+    before = feedback.state_dict()["float32"]
     for load in (feedback.load_state_dict, feedback.take_over):
         with pytest.raises(TrainerError, match=words):
             load(state)
-    assert left(feedback, parts_of(layout)[0]).tolist() == [1.0] * 50
+    assert torch.equal(feedback.state_dict()["float32"], before)
 
 
-def test_a_leaving_peer_hands_over_or_folds() -> None:
-    layout = layout_of(10)
-    (part,) = parts_of(layout)
-    leaving, staying = filled(layout, normal(10)), filled(layout, torch.ones(10))
-    handed = leaving.hand_over()
-    assert leaving.norm() == 0.0
-    staying.take_over(handed)
-    torch.testing.assert_close(left(staying, part), normal(10) + 1)
-    values = torch.full((10,), 2.0)
-    staying.fold(part, values)
-    torch.testing.assert_close(values, normal(10) + 3)
-    assert staying.norm() == 0.0
-    ErrorFeedback(layout).fold(part, values)
-    torch.testing.assert_close(values, normal(10) + 3)
+def test_a_leaving_peer_hands_over(layout: Layout) -> None:
+    leaving, staying = filled(layout, 0), filled(layout, 7)
+    want = leaving.state_dict()["float32"] + staying.state_dict()["float32"]
+    staying.take_over(leaving.hand_over())
+    assert (leaving.norm(), leaving.dropped) == (0.0, {})
+    torch.testing.assert_close(staying.state_dict()["float32"], want)
+
+
+def test_both_sides_are_counted_together(layout: Layout) -> None:
+    both = Residuals(layout)
+    part = parts_of(layout)[1]
+    sent(both.sender, part, normal(96), INT8)
+    sent(both.reducer, part, normal(96), INT8)
+    sent(both.reducer, part, normal(96), INT8)
+    assert both.nbytes == {"sender": 384, "reducer": 768}
+    both.clear("run_ended")
+    assert both.nbytes == {"sender": 0, "reducer": 0}
+    assert both.dropped == {"run_ended": 2}
 
 
 # -- what it is for -------------------------------------------------------------------------------
@@ -317,19 +405,15 @@ def final_loss(name: str, *, fed: bool) -> float:
     senders, reducer = [ErrorFeedback(layout) for _ in range(WORKERS)], ErrorFeedback(layout)
     workers = [torch.zeros(NUMEL) for _ in range(WORKERS)]
 
-    def sent(feedback: ErrorFeedback, values: Tensor) -> Tensor:
-        c = feedback.compensate(part, values) if fed else values
-        decoded = coded(codec, c)
-        if fed:
-            feedback.commit(part, c, decoded, included=True)
-        return decoded
+    def arrives(feedback: ErrorFeedback, values: Tensor) -> Tensor:
+        return sent(feedback, part, values, codec) if fed else coded(codec, values)
 
     for _ in range(STEPS):
         for x in workers:
             x.sub_(curvature * (x - optimum), alpha=RATE)
         pairs = zip(senders, workers, strict=True)
-        mean = torch.stack([sent(feedback, x) for feedback, x in pairs]).mean(0)
-        result = sent(reducer, mean)
+        mean = torch.stack([arrives(feedback, x) for feedback, x in pairs]).mean(0)
+        result = arrives(reducer, mean)
         for x in workers:
             x.copy_(result)
     return float((curvature * (workers[0] - optimum).square()).mean().item()) / 2

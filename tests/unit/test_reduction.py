@@ -250,3 +250,22 @@ def test_first_nonfinite_against_the_plain_loop(numbers: list[float]) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     plain = next((i for i, ok in enumerate(torch.isfinite(values).tolist()) if not ok), None)
     assert first_nonfinite(values) == plain
+
+
+@pytest.mark.parametrize("dtype", [*MEANS, "int64"])
+def test_taking_the_mean_gives_the_same_once(dtype: str) -> None:
+    rows = [
+        torch.arange(5).to(DTYPES[dtype].torch_dtype),
+        torch.ones(5).to(DTYPES[dtype].torch_dtype),
+    ]
+    part, again = (PartAccumulator(5, dtype, DTYPES[dtype].rule) for _ in range(2))
+    for values in rows:
+        part.add(values, 1.0)
+        again.add(values, 1.0)
+    out = torch.empty_like(rows[0])
+    part.mean(out)
+    taken = again.take()
+    assert taken.dtype == out.dtype
+    assert torch.equal(taken, out)
+    with pytest.raises(LocalProtocolError, match="no mean"):
+        again.take()

@@ -67,12 +67,31 @@ class AbsmaxCodec(Codec):
         return ratio / (1 + ratio)
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int = 0) -> int:
+        return self._encode(values, out)
+
+    def encode_fed(
+        self, values: Tensor, out: Tensor, *, added: Tensor | None, left: Tensor, seed: int = 0
+    ) -> int:
+        return self._encode(values, out, added=added, left=left)
+
+    def _encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        added: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> int:
         size = self.payload_bytes(values.numel(), dtype_name(values.dtype))
         check_flat(values, out, size, codec=self.name)
-        room = aligned_room(out, size)
-        scales, codes = scales_and_codes(room, blocks(values.numel(), self.block), torch.int8)
+        whole = aligned_room(out, size)
+        scales, codes = scales_and_codes(whole, blocks(values.numel(), self.block), torch.int8)
         for start, stop, width in block_slices(values.numel(), block=self.block):
-            piece = values[start:stop].detach().view(-1, width)
+            piece = values[start:stop].detach()
+            if added is not None:
+                room = scratch(stop - start, piece.dtype, piece.device, name="fed")
+                piece = torch.add(piece, added[start:stop], out=room)
+            piece = piece.view(-1, width)
             scaled = scratch(stop - start, piece.dtype, piece.device).view(-1, width)
             absmax = scales[start // self.block : blocks(stop, self.block)]
             torch.amax(torch.abs(piece, out=scaled), dim=1, out=absmax)
@@ -82,7 +101,10 @@ class AbsmaxCodec(Codec):
             # Divide first: top / absmax overflows for a denormal absmax.
             torch.div(piece, absmax.view(-1, 1), out=scaled)
             self._store(scaled.mul_(self._top).round_().view(-1), codes, start=start)
-        return landed(room, out)
+            if left is not None:  # what `decode` does, with the codes as they are here already
+                scaled.mul_(1.0 / self._top).mul_(absmax.view(-1, 1))
+                torch.sub(piece, scaled, out=left[start:stop].view(-1, width))
+        return landed(whole, out)
 
     def _store(self, rounded: Tensor, codes: Tensor, *, start: int) -> None:
         stop = start + rounded.numel()
@@ -91,6 +113,7 @@ class AbsmaxCodec(Codec):
             return
         nibbles = nibble_room(rounded.numel(), rounded.device)
         nibbles[: rounded.numel()].copy_(rounded.add_(8.0))
+        rounded.sub_(8.0)
         pack_nibbles(nibbles, codes.view(torch.uint8)[start // 2 : blocks(stop, 2)])
 
     def decode(self, payload: Tensor, out: Tensor) -> None:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from moshpitd.tensors.slices import scratch
 
 
 class Codec(Protocol):
@@ -64,6 +67,24 @@ class Codec(Protocol):
         notices (the lossy ones do).
         """
         ...
+
+    def encode_fed(
+        self, values: Tensor, out: Tensor, *, added: Tensor | None, left: Tensor, seed: int = 0
+    ) -> int:
+        """`encode` of c = values + added, and left = c - decoded; returns the payload's length.
+
+        The bytes are those of `encode(c)`. Here c is made whole before it is encoded; a codec that
+        works block by block does better in one visit per slice. After an error `left` is undefined.
+        """
+        if added is None:
+            left.copy_(values)
+        else:
+            torch.add(values, added, out=left)
+        size = self.encode(left, out, seed=seed)
+        decoded = scratch(left.numel(), left.dtype, left.device, name="fed")
+        self.decode(out[:size], decoded)
+        left.sub_(decoded)
+        return size
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor) -> None:

@@ -64,16 +64,38 @@ class HalfCodec(Codec):
         return (2.0**-11 + 2.0**-30) ** 2 if self._scaled else 2.0**-16
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int = 0) -> int:
+        return self._encode(values, out)
+
+    def encode_fed(
+        self, values: Tensor, out: Tensor, *, added: Tensor | None, left: Tensor, seed: int = 0
+    ) -> int:
+        return self._encode(values, out, added=added, left=left)
+
+    def _encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        added: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> int:
         size = self.payload_bytes(values.numel(), dtype_name(values.dtype))
         check_flat(values, out, size, codec=self.name)
-        room = aligned_room(out, size)
-        scales, codes = scales_and_codes(room, blocks(values.numel(), HALF_BLOCK), self._dtype)
+        whole = aligned_room(out, size)
+        scales, codes = scales_and_codes(whole, blocks(values.numel(), HALF_BLOCK), self._dtype)
         for block, (start, stop) in enumerate(slice_bounds(values.numel(), step=HALF_BLOCK)):
             piece = values[start:stop].detach()
+            if added is not None:
+                room = scratch(stop - start, piece.dtype, piece.device, name="fed")
+                piece = torch.add(piece, added[start:stop], out=room)
             low, high = (side.item() for side in torch.aminmax(piece))
             check_finite(low, high, codec=self.name)
-            scales[block] = self._encode_block(piece, codes[start:stop], low=low, high=high)
-        return landed(room, out)
+            scale = self._encode_block(piece, codes[start:stop], low=low, high=high)
+            scales[block] = scale
+            if left is not None:
+                rest = left[start:stop].copy_(codes[start:stop])
+                torch.sub(piece, rest, alpha=scale, out=rest)
+        return landed(whole, out)
 
     def _encode_block(self, piece: Tensor, codes: Tensor, *, low: float, high: float) -> float:
         absmax = max(-low, high)
