@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from moshpitd.errors import ConfigError
 
@@ -22,33 +23,57 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
+Print: TypeAlias = Callable[[Any], None]
+
+
 def spread(
-    work: Callable[[Job], Result], jobs: Sequence[Job], *, title: str, processes: int
+    work: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    *,
+    title: str,
+    processes: int,
+    tell: Callable[[Print, Result], None] | None = None,
 ) -> list[Result]:
-    """`work(job)` for every job. The first exception ends it, with what runs being waited for."""
+    """`work(job)` for every job. The first exception ends it, with what runs being waited for.
+
+    `tell(print, result)` hears each result as it comes, in whatever order, and may print above the
+    bar.
+    """
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
 
     results: dict[int, Result] = {}
     with _bar() as bar:
         task = bar.add_task(title, total=len(jobs))
+
+        def done(number: int, result: Result) -> None:
+            results[number] = result
+            if tell is not None:
+                tell(bar.console.print, result)
+            bar.advance(task)
+
         if processes <= 1:
             for number, job in enumerate(jobs):
-                results[number] = work(job)
-                bar.advance(task)
+                done(number, work(job))
         else:
             # spawn, because the bar draws from a thread and a fork would copy its locks.
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
                 numbers = {pool.submit(work, job): number for number, job in enumerate(jobs)}
                 try:
-                    for done in as_completed(numbers):
-                        results[numbers[done]] = done.result()
-                        bar.advance(task)
+                    for future in as_completed(numbers):
+                        done(numbers[future], future.result())
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
     return [results[number] for number in range(len(jobs))]
+
+
+def busy(words: str) -> AbstractContextManager[object]:
+    """Shows on stderr that something long is going on, and for how long already."""
+    bar = _bar()
+    bar.add_task(words, total=None)
+    return bar
 
 
 def check_range(key: str, value: float, low: float, high: float) -> None:

@@ -343,7 +343,7 @@ class Bulk:
         self._world.post(0.0, node, event)
 
     def _place(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
-        self._checks.placed(node, round_)
+        self._checks.placed(node, round_, part, payload)
         where = self._options.slice_of(part)
         before = round_.results[part].values if part in round_.results else round_.value[where]
         round_.results[part], round_.placed[part] = payload, self._world.now

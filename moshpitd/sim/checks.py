@@ -8,7 +8,6 @@ buckets at Open, computed directly.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
@@ -20,8 +19,12 @@ from moshpitd.core.effects import NOTES, Effect, Finish, LoadSnapshot, Note, Ref
 from moshpitd.core.messages import Group, Parity, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.errors import MoshpitError
+from moshpitd.sim.deadlines import Deadlines, Due
 from moshpitd.sim.faults import Options
+from moshpitd.sim.meetings import Meetings
+from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import Node, Payload, Round, Vector
+from moshpitd.sim.sizes import overgrown
 
 SLACK_S = 1e-3
 """A deadline is met if Finish comes within this of it: timers are floats on clocks with an
@@ -47,20 +50,28 @@ class Violation(MoshpitError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    node: Node
-    since: float
-    due: float
+class _Agreed:
+    """Whom a member said to agree with at the end, and the bits of each of its results."""
+
+    members: tuple[str, ...]
+    crcs: dict[int, int]
 
 
 class Checks:
     """Invariant: it holds no reference that a Peer could change."""
 
-    def __init__(self, options: Options, now: Callable[[], float]) -> None:
+    def __init__(
+        self, options: Options, now: Callable[[], float], links: Links, directory: Directory
+    ) -> None:
         self._options, self._now = options, now
-        self._calls: dict[str, _Call] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self.meetings = Meetings(options, links, directory, now)
+        self._calls: dict[str, float] = {}  # open ones, and when they began
+        self._deadlines = Deadlines()
         self._abandoned: dict[str, None] = {}
+        self._agreed: dict[bytes, dict[str, _Agreed]] = {}
+        # peer -> its open call, the group that its last round of that call was, and what a member
+        # of it weighs in the next.
+        self._shares: dict[str, tuple[str, bytes, float]] = {}
         self._groups: dict[bytes, Group] = {}
         self._reducers: dict[bytes, tuple[int, ...]] = {}
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
@@ -77,6 +88,8 @@ class Checks:
         """What its last rounds came to died with it."""
         self._recent.pop(node.peer_id, None)
         self._loaded.pop(node.peer_id, None)
+        self._deadlines.drop(node)
+        self.meetings.died(node)
 
     # -- calls end by their deadline ---------------------------------------------------------------
 
@@ -87,34 +100,46 @@ class Checks:
         data plane and then the others' last messages one parity timeout each.
         """
         own_s = timeout_s + 2.0 * self._options.params.parity_timeout_s  # on its own clock
+        self._calls[token] = self._now()
+        return self._expect(node, token, own_s, f"did not finish {token}")
+
+    def _expect(self, node: Node, key: str | bytes, own_s: float, what: str) -> float:
+        """`own_s` on its own clock from now, and as long as it may yet stand still."""
         frozen_s = 0.0 if node.thaws_at is None else node.thaws_at - self._now()
-        deadline = self._now() + own_s / node.clock_rate + frozen_s + SLACK_S
-        self._calls[token] = _Call(node, self._now(), deadline)
-        heapq.heappush(self._deadlines, (deadline, token))
-        return deadline
+        at = self._now() + own_s / node.clock_rate + frozen_s + SLACK_S
+        self._deadlines.expect(key, Due(node, at, what))
+        return at
 
     def frozen(self, node: Node, seconds: float) -> None:
-        """Its open calls may take so much longer, and nobody else's."""
-        for token, call in list(self._calls.items()):
-            if call.node is node:
-                self._calls[token] = _Call(node, call.since, call.due + seconds)
-                heapq.heappush(self._deadlines, (call.due + seconds, token))
+        """What it has open may take so much longer, and nobody else's."""
+        self._deadlines.frozen(node, seconds)
+        self.meetings.frozen(node)
 
-    def abandoned(self, token: str) -> None:
+    def abandoned(self, node: Node, token: str) -> None:
         """Nobody waits for this call any more (the daemon died, the trainer died or gave up)."""
         if self._calls.pop(token, None) is not None:
+            self._deadlines.met(node, token)
             self._abandoned[token] = None
 
     def after_event(self) -> None:
-        while self._deadlines and self._deadlines[0][0] < self._now():
-            deadline, token = heapq.heappop(self._deadlines)
-            if token in self._calls and self._calls[token].due <= deadline:
-                node = self._calls[token].node
-                self.fail(f"did not finish {token} by its deadline {deadline:.3f}", node)
+        due = self._deadlines.late(self._now())
+        if due is not None:
+            self.fail(f"{due.what} by its deadline {due.at:.3f}", due.node)
+
+    def at_the_end(self, nodes: Iterable[Node]) -> None:
+        """What is too dear to look at after every event: nothing that a Peer keeps has outgrown
+        the bounds of Params."""
+        for node in nodes:
+            found = overgrown(node.peer, self._options) if node.peer is not None else None
+            if found is not None:
+                self.fail(f"keeps {found[1]} entries in {found[0]}", node)
 
     # -- effects -----------------------------------------------------------------------------------
 
-    def effect(self, node: Node, effect: Effect) -> None:
+    def effect(self, node: Node, effect: Effect, to: Node | None = None) -> None:
+        self.meetings.said(node, effect, to)
+        if isinstance(effect, Note):
+            self.meetings.noted(node, effect, self.fail)
         match effect:
             case LoadSnapshot():
                 self._loaded[node.peer_id] = (self._now(), effect.version)
@@ -139,9 +164,10 @@ class Checks:
                 round_.returned.add(effect.trainer)
         if effect.token in self._abandoned:
             return
-        call = self._calls.pop(effect.token, None)
-        if call is None:
+        since = self._calls.pop(effect.token, None)
+        if since is None:
             self.fail(f"finishes {effect.token}, which is not an open call", node)
+        self._deadlines.met(node, effect.token)
         trainer = node.trainer(effect.trainer)
         if trainer is None:
             self.fail(f"finishes {effect.token} of unknown trainer {effect.trainer}", node)
@@ -151,7 +177,7 @@ class Checks:
             self.fail("fails without a reason", node)
         if outcome.status is Status.ALONE and outcome.group_size != 1:
             self.fail(f"is alone in a group of {outcome.group_size}", node)
-        self._judge(node, outcome, call.since)
+        self._judge(node, outcome, since)
 
     def _judge(self, node: Node, outcome: Outcome, since: float) -> None:
         """The outcome of a call that began at `since` against the rounds that it really had.
@@ -210,6 +236,25 @@ class Checks:
         expected = [member.peer_id for member in group.members if member.weight > 0.0]
         if outcome.status is Status.COMPLETE and (without or not set(expected) <= set(counted)):
             self.fail(f"calls it complete with {counted} of {expected}, without {without}", node)
+        weights = {member.peer_id: member.weight for member in group.members}
+        total = math.fsum(weights[peer_id] for peer_id in counted)
+        if not math.isclose(outcome.total_weight, total, rel_tol=RTOL):
+            self.fail(f"reports weight {outcome.total_weight}, that of {counted} is {total}", node)
+        self._compare(node, outcome, round_)
+
+    def _compare(self, node: Node, outcome: Outcome, round_: Round) -> None:
+        """Two members in each other's `agreed` hold the same bits."""
+        without = outcome.parts_without_result
+        crcs = {part: it.crc for part, it in sorted(round_.results.items()) if part not in without}
+        said = self._agreed.setdefault(outcome.group_id, {})
+        for peer_id in outcome.agreed:
+            other = said.get(peer_id)
+            if other is not None and node.peer_id in other.members and other.crcs != crcs:
+                differ = [p for p in crcs.keys() | other.crcs if crcs.get(p) != other.crcs.get(p)]
+                self.fail(
+                    f"and {peer_id} say that they agree, and differ in {sorted(differ)}", node
+                )
+        said[node.peer_id] = _Agreed(outcome.agreed, crcs)
 
     # -- rounds ------------------------------------------------------------------------------------
 
@@ -235,10 +280,38 @@ class Checks:
             0 <= r < len(names) for r in round_.reducers
         ):
             self.fail(f"has {self._options.parts} parts and reducers {round_.reducers}", node)
+        heaviest = max(member.weight for member in group.members)
+        if not 0.0 <= heaviest <= self._options.params.max_weight:
+            self.fail(f"opens a group with a weight of {heaviest}", node)
+        self._conserved(node, round_)
+        own_s = self._options.call_timeout_s + 2.0 * self._options.params.parity_timeout_s
+        own_s += self._options.params.result_timeout_s  # its results stay for slower members
+        self._expect(node, group.group_id, own_s, f"has not closed {group.group_id.hex()[:8]}")
         share = self._contributions.setdefault(group.group_id, {})
         if round_.index in share:
             self.fail(f"opens group {group.group_id.hex()[:8]} a second time", node)
         share[round_.index] = (round_.weight, round_.value.copy())
+
+    def _conserved(self, node: Node, round_: Round) -> None:
+        """Within a sweep the weight of a group whose contributions all arrived is spread evenly
+        over its members, so that the total is the same in every round."""
+        token, group_id, share = self._shares.pop(node.peer_id, ("", b"", 0.0))
+        open_ = any(trainer.token == token for trainer in node.trainers)
+        if group_id and open_ and not math.isclose(round_.weight, share, rel_tol=RTOL):
+            before = group_id.hex()[:8]
+            self.fail(f"weighs {round_.weight} after {before}, which left {share} to each", node)
+
+    def _spread(self, node: Node, round_: Round) -> None:
+        """It holds the results of a round; remember what it weighs in the next of the same call."""
+        everybody = {
+            index for index, member in enumerate(round_.group.members) if member.weight > 0.0
+        }
+        whole = [set(payload.contributors) == everybody for payload in round_.results.values()]
+        token = next((it.token for it in node.trainers if it.name in round_.buckets), "")
+        if token and len(whole) == self._options.parts and all(whole):
+            total = math.fsum(member.weight for member in round_.group.members)
+            share = total / len(round_.group.members)
+            self._shares[node.peer_id] = (token, round_.group.group_id, share)
 
     def averaged(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """The dumb twin."""
@@ -259,6 +332,7 @@ class Checks:
                 )
 
     def closed(self, node: Node, round_: Round) -> None:
+        self._deadlines.met(node, round_.group.group_id)
         self._settled(node, round_)
 
     def _settled(self, node: Node, round_: Round) -> None:
@@ -273,6 +347,7 @@ class Checks:
         recent[round_.group.group_id] = (self._now(), round_)
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
+        self._spread(node, round_)
         seen = self._results.setdefault(round_.group.group_id, {})
         for part, payload in round_.results.items():
             where = self._options.slice_of(part)
@@ -289,8 +364,10 @@ class Checks:
                     self.fail(f"holds other bits of part {part} than {peer_id}", node)
             seen[part].append((round_.index, payload))
 
-    def placed(self, node: Node, round_: Round) -> None:
+    def placed(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """A result goes into buckets."""
+        if not np.isfinite(payload.values).all():
+            self.fail(f"gets a result of part {part} that is not finite", node)
         returned = [name for name in round_.trainers if name in round_.returned]
         if returned:
             self.fail(f"gets a result into the bucket of {returned}, which is the trainer's", node)

@@ -22,6 +22,18 @@ def stream(seed: int, *names: object) -> Random:
 
 
 @dataclass(frozen=True, slots=True)
+class Resize:
+    """From `at_s` on, within `over_s`, nodes are born or leave until `peers` are there.
+
+    Who leaves is drawn; half of them get a notice first, the others die.
+    """
+
+    at_s: float
+    peers: int
+    over_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Everything about a world but the draws themselves. Durations are seconds of world time,
     chances 0..1.
@@ -46,6 +58,10 @@ class Options:
     """Nodes start within this time."""
     newcomers: int = 0
     """That many of the nodes start in the middle of phase one."""
+    joins: float = 0.0
+    """Further nodes that start at any time in phase one, as a share of `peers`."""
+    resizes: tuple[Resize, ...] = ()
+    """The swarm grows and shrinks, in this order."""
     max_weight: int = 64
     """Weights are drawn from 1..this."""
     rounds: int = 1
@@ -156,6 +172,14 @@ class Options:
     """Complete rounds that every survivor must finish in phase two..."""
     bound_s: float = 240.0
     """...within this time."""
+
+    def everybody_can_meet(self) -> bool:
+        """Does nothing in here keep a message, an answer of the directory or a daemon from its
+        work? Deaths do not count: they take one end of a meeting away."""
+        return not (
+            self.loss or self.stale or self.hidden or self.directory_fails or self.oneway
+            or self.partitions or self.cut_offs or self.held or self.directory_answer or self.liars
+        )  # fmt: skip
 
     def slice_of(self, part: int) -> slice:
         """Where a part lies in a trainer's vector."""

@@ -27,8 +27,9 @@ from moshpitd.core.outcome import Status
 from moshpitd.sim.bulk import Bulk
 from moshpitd.sim.checks import SLACK_S, Checks
 from moshpitd.sim.faults import Options, stream
+from moshpitd.sim.meters import Meters
 from moshpitd.sim.nodes import MakePeer, Node, Plane, Trainer, Vector, digest_of
-from moshpitd.sim.plan import Fault, plan
+from moshpitd.sim.plan import Fault, plan, population
 from moshpitd.sim.trouble import Trouble
 
 SCHEMA = b"sim schema 00000"
@@ -44,6 +45,7 @@ class Outside(Protocol):
     checks: Checks
     bulk: Bulk
     trouble: Trouble
+    meters: Meters
 
     def later(self, delay: float, call: Callable[..., None], *args: Any) -> None: ...
 
@@ -64,13 +66,17 @@ class Life:
         # (node, trainer) of those that have not reached the goal of phase two.
         self._due: dict[tuple[int, int], None] = {}
         self.calm = False
+        self.living = 0  # daemons
         self.outcomes: Counter[str] = Counter()
         self.sizes: Counter[int] = Counter()
 
     def populate(self) -> None:
         """Put all births, and all deaths that are known beforehand, on the heap."""
         options, joins = self._options, stream(self._options.seed, "joins")
-        for node in self._world.nodes:
+        everybody = population(options)
+        for at, index in everybody.births:
+            self._world.later(at, self._return, self._world.nodes[index])
+        for node in self._world.nodes[: options.peers]:
             at = joins.uniform(0.0, options.join_spread_s)
             if node.index >= options.peers - options.newcomers:
                 at = options.faults_s * joins.uniform(0.2, 0.8)
@@ -92,7 +98,7 @@ class Life:
                     self._due[(node.index, trainer.number)] = None
 
     def satisfied(self) -> bool:
-        return self.calm and not self._due
+        return self.calm and (not self._due or not self._options.goal)
 
     def late(self) -> list[Node]:
         """Nodes whose trainers have not reached the goal."""
@@ -105,6 +111,7 @@ class Life:
     def start(self, node: Node) -> None:
         """A new daemon under the node's old PeerID; its trainers attach."""
         node.incarnation += 1
+        self.living += 1
         node.vanished = False
         node.timer = None
         rng = stream(self._options.seed, "peer", node.index, node.incarnation)
@@ -124,9 +131,10 @@ class Life:
         node.story.append((self._world.now, "-- killed --"))
         node.thaws_at, node.backlog = None, []
         node.peer, node.vanished, node.died_at = None, silent, self._world.now
+        self.living -= 1
         node.incarnation += 1  # nothing that is on its way may find the next daemon
         for trainer in node.trainers:
-            self._disconnect(trainer)
+            self._disconnect(node, trainer)
             if forgets:
                 _forget(self._options, node, trainer)
         self._world.checks.died(node)
@@ -187,7 +195,7 @@ class Life:
         """A trainer dies; its daemon notices the broken stream."""
         if not trainer.alive:
             return
-        self._disconnect(trainer)
+        self._disconnect(node, trainer)
         trainer.alive = False
         if forgets:
             _forget(self._options, node, trainer)
@@ -199,9 +207,9 @@ class Life:
             if node.peer is not None and not node.gone:
                 self.attach(node, trainer)
 
-    def _disconnect(self, trainer: Trainer) -> None:
+    def _disconnect(self, node: Node, trainer: Trainer) -> None:
         trainer.attached = False
-        self._world.checks.abandoned(trainer.token)
+        self._world.checks.abandoned(node, trainer.token)
         trainer.token = ""
 
     def _compute(self, node: Node, trainer: Trainer) -> None:
@@ -244,6 +252,7 @@ class Life:
         ):
             patience = self._impatient.uniform(0.0, 10.0)
             self._world.later(patience, self._give_up, node, trainer, token)
+        self._world.meters.contributed(node, trainer)
         rounds = self._options.rounds
         self._world.tell(
             node, Contributed(trainer.name, token, weight, rounds=rounds, timeout_s=timeout_s)
@@ -251,7 +260,7 @@ class Life:
 
     def _give_up(self, node: Node, trainer: Trainer, token: str) -> None:
         if trainer.token == token:
-            self._disconnect(trainer)
+            self._disconnect(node, trainer)
             trainer.attached = True
             self._compute(node, trainer)
             self._world.tell(node, Cancelled(token))
@@ -265,6 +274,7 @@ class Life:
             return
         trainer.token = ""
         trainer.outcomes.append(outcome)
+        self._world.meters.finished(trainer, effect.token, outcome.group_id)
         if outcome.accepted:
             trainer.values[:] = trainer.bucket
             trainer.version = outcome.version
@@ -285,7 +295,7 @@ class Life:
 
 
 def make_nodes(options: Options) -> list[Node]:
-    return [_node(options, index) for index in range(options.peers)]
+    return [_node(options, index) for index in range(population(options).nodes)]
 
 
 def _node(options: Options, index: int) -> Node:

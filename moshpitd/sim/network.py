@@ -14,6 +14,8 @@ from moshpitd.sim.faults import Options, stream
 from moshpitd.sim.plan import Partition
 
 _NORMAL = NormalDist()
+SAMPLED = 4096
+"""Enough for a median."""
 
 
 class Links:
@@ -145,6 +147,8 @@ class Directory:
         self._fails = stream(options.seed, "directory", "fails")
         self._cut = stream(options.seed, "directory", "cut")
         self.stale, self.hidden, self.fails = options.stale, options.hidden, options.directory_fails
+        self.longest = 0.0  # operation so far
+        self.sampled: list[float] = []  # durations of the first SAMPLED operations
 
     def calm(self) -> None:
         """Phase two: from now on every operation works and answers are whole."""
@@ -152,9 +156,12 @@ class Directory:
 
     def duration(self) -> float:
         """How long one operation takes."""
-        return self._options.directory_s * self._duration.lognormvariate(
-            0.0, self._options.directory_sigma
-        )
+        spread = self._duration.lognormvariate(0.0, self._options.directory_sigma)
+        took = self._options.directory_s * spread
+        self.longest = max(self.longest, took)
+        if len(self.sampled) < SAMPLED:
+            self.sampled.append(took)
+        return took
 
     def works(self) -> bool:
         return self.fails <= 0.0 or self._fails.random() >= self.fails

@@ -37,10 +37,48 @@ class Partition:
     apart: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Population:
+    """Who starts when, of those that are not there from the start, and who leaves."""
+
+    nodes: int  # all that ever live
+    births: tuple[tuple[float, int], ...] = ()  # (when, node)
+    leavers: tuple[Fault, ...] = ()
+
+
+def population(options: Options) -> Population:
+    """Births and departures that are wanted; deaths by fault come on top and are not made up for.
+
+    Nodes are numbered in order of their birth's reason, so that more joins leave everybody else
+    who it was.
+    """
+    births: list[tuple[float, int]] = []
+    leavers: list[Fault] = []
+    nodes = options.peers
+    here = list(range(options.peers))
+    for number, resize in enumerate(options.resizes):
+        rng = stream(options.seed, "resize", number)
+        while len(here) < resize.peers:
+            births.append((rng.uniform(resize.at_s, resize.at_s + resize.over_s), nodes))
+            here.append(nodes)
+            nodes += 1
+        rng = stream(options.seed, "resize", "leave", number)
+        for node in rng.sample(here, len(here) - resize.peers):
+            at, noticed = rng.uniform(resize.at_s, resize.at_s + resize.over_s), rng.random() < 0.5
+            leavers.append(Fault(at, node, "drain" if noticed else "kill"))
+            here.remove(node)
+    rng = stream(options.seed, "more joins")
+    for _ in range(round(options.joins * options.peers)):
+        births.append((rng.uniform(0.0, options.faults_s), nodes))
+        nodes += 1
+    return Population(nodes, tuple(births), tuple(leavers))
+
+
 def plan(options: Options) -> list[Fault]:
     """Every fault of phase one that is known beforehand, in order of time."""
-    faults: list[Fault] = []
-    for node in range(options.peers):
+    everybody = population(options)
+    faults: list[Fault] = list(everybody.leavers)
+    for node in range(everybody.nodes):
         faults += _kills(options, node)
         rng = stream(options.seed, "fault", "trainer", node)
         if rng.random() < options.trainer_deaths:

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, TypeAlias, get_args
 
-from moshpitd.core.effects import Announce, Effect, Finish, LookUp, Note, Send
+from moshpitd.core.effects import Announce, Effect, Finish, LookUp, Note, Open, Send
 from moshpitd.core.events import Announced, Event, Found, Received, Ticked, Undelivered
 from moshpitd.core.messages import MESSAGES, Message
 from moshpitd.core.params import Params
@@ -26,6 +26,7 @@ from moshpitd.sim.bulk import Bulk
 from moshpitd.sim.checks import Checks
 from moshpitd.sim.faults import Options
 from moshpitd.sim.life import Life, make_nodes
+from moshpitd.sim.meters import Figures, Meters
 from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import MakePeer, Node, Participant, digest_of
 from moshpitd.sim.trouble import Trouble
@@ -36,6 +37,13 @@ REPORT_S = 1.0
 SPIN = 32
 """A Peer that is ticked so often at one instant and still asks for that instant would tick for
 ever."""
+
+SAMPLE_S = 1e-3
+"""So long before a stretch ends its census is taken: what happens at the very end belongs to the
+next."""
+STALE_TAIL = 4.0
+"""What the directory shows late is there by then: 3 spreads of 0.5 are 4.5 medians, and nearly all
+of it earlier."""
 
 Watcher: TypeAlias = Callable[[Node, Event | Effect], None]
 _CODE = {kind: number for number, kind in enumerate((*get_args(Event), *get_args(Effect)))}
@@ -55,6 +63,7 @@ class Report:
     outcomes: dict[str, int] = field(default_factory=dict)  # status or failed:reason -> count
     notes: dict[str, int] = field(default_factory=dict)
     group_sizes: dict[int, int] = field(default_factory=dict)
+    figures: Figures | None = None
 
 
 class World:
@@ -68,9 +77,10 @@ class World:
         """Called before every event and effect; a test kills a node from here at the very point it
         wants."""
         self.nodes = make_nodes(options)
-        self.checks = Checks(options, lambda: self.now)
         self.links = Links(options)
         self.directory = Directory(options)
+        self.checks = Checks(options, lambda: self.now, self.links, self.directory)
+        self.meters = Meters(options, self.links, self.directory, lambda: self.now)
         self.bulk = Bulk(self, self.links, self.checks, options)
         self.trouble = Trouble(self, options)
         self.life = Life(self, options, make or _production)
@@ -83,10 +93,12 @@ class World:
         self.life.populate()
         self.trouble.populate()
         self.later(options.faults_s, self._settle)
+        self.later(self.meters.length - SAMPLE_S, self._sample)
 
     def run(self) -> Report:
         """Until every survivor has reached the goal of phase two."""
         self.run_until(self.life.satisfied, bound_s=self.options.faults_s + self.options.bound_s)
+        self.checks.at_the_end(self.nodes)
         return self.report()
 
     def run_until(self, done: Callable[[], bool], *, bound_s: float) -> None:
@@ -104,6 +116,7 @@ class World:
             self.checks.after_event()
 
     def report(self) -> Report:
+        self.meters.sample(self.life.living)
         return Report(
             seed=self.options.seed,
             digest=self._digest.hexdigest(),
@@ -114,6 +127,7 @@ class World:
             outcomes=dict(sorted(self.life.outcomes.items())),
             notes=dict(sorted(self._notes.items())),
             group_sizes=dict(sorted(self.life.sizes.items())),
+            figures=self.meters.figures(),
         )
 
     # -- what the other rooms of the world use -----------------------------------------------------
@@ -155,7 +169,7 @@ class World:
             if node.incarnation != incarnation:
                 return  # a watcher killed it between two effects
             node.story.append((self.now, effect))
-            self.checks.effect(node, effect)
+            self.checks.effect(node, effect, self._addressee(effect))
             self._perform(node, effect)
         self._arm(node, peer)
 
@@ -167,11 +181,15 @@ class World:
 
     # -- effects -----------------------------------------------------------------------------------
 
+    def _addressee(self, effect: Effect) -> Node | None:
+        return self._by_id.get(effect.to) if isinstance(effect, Send) else None
+
     def _perform(self, node: Node, effect: Effect) -> None:
         if isinstance(effect, Send):
             self._send(node, effect)
         elif isinstance(effect, Note):
             self._notes[effect.what] += 1
+            self.meters.noted(node, effect)
         elif isinstance(effect, Announce):
             self.later(self.directory.duration(), self._stored, node, node.incarnation, effect)
         elif isinstance(effect, LookUp):
@@ -179,6 +197,9 @@ class World:
         elif isinstance(effect, Finish):
             self.life.finished(node, effect)
         else:
+            if isinstance(effect, Open):
+                group = effect.group
+                self.meters.opened(node, group, self._by_id.get(group.leader), self.life.living)
             self.bulk.handle(node, effect)
 
     def _send(self, node: Node, effect: Send) -> None:
@@ -237,11 +258,18 @@ class World:
 
     # -- time --------------------------------------------------------------------------------------
 
+    def _sample(self) -> None:
+        self.meters.sample(self.life.living)
+        self.later(self.meters.length, self._sample)
+
     def _settle(self) -> None:
         self.links.calm()
         self.bulk.cut = 0.0
         self.directory.calm()
         self.trouble.calm()
+        # What was sent or stored before may still be on its way.
+        quiet = self.now + max(self.options.held_s, STALE_TAIL * self.options.stale_s)
+        self.checks.meetings.quiet_since = min(self.checks.meetings.quiet_since, quiet)
         self.life.settle()
 
     def _tell_same(self, node: Node, incarnation: int, event: Event) -> None:

@@ -1,0 +1,50 @@
+"""How much a Peer remembers. One rule: it counts entries and believes none of them, so that a bound
+is judged without the Peer's own account of itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from moshpitd.sim.faults import Options
+
+CONTAINERS = (list, dict, set, deque, tuple)
+
+
+def overgrown(peer: object, options: Options) -> tuple[str, int] | None:
+    """(where, how many) of the first container in it that is larger than Params allow."""
+    params = options.params
+    limit = max(params.max_candidates, options.parts * params.max_group)
+    seen: list[object] = []
+    pending: list[tuple[str, object]] = [(type(peer).__name__, peer)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, CONTAINERS):
+            if len(value) > limit:
+                return path, len(value)
+            inner = value.values() if isinstance(value, dict) else value
+            pending += [(f"{path}[]", one) for one in inner if _is_worth_it(one)]
+        elif not any(value is other for other in seen):
+            seen.append(value)
+            pending += [(f"{path}.{name}", it) for name, it in _parts(value) if _is_worth_it(it)]
+    return None
+
+
+def _is_worth_it(value: object) -> bool:
+    """Containers, and objects of ours that change; what cannot change has been checked when it was
+    received."""
+    if isinstance(value, CONTAINERS):
+        return True
+    if not type(value).__module__.startswith("moshpitd."):
+        return False
+    made = getattr(value, "__dataclass_params__", None)
+    return made is None or not made.frozen
+
+
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    for kind in type(value).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            if hasattr(value, name):
+                yield name, getattr(value, name)
+    yield from getattr(value, "__dict__", {}).items()
