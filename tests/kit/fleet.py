@@ -118,16 +118,16 @@ class Fleet:
         # The files go where their order wants them.
         for number, key in enumerate(sorted(keys, key=lambda one: one.peer_id)):
             key.path.rename(self.place / f"key-{number}")
-        bootstrap: tuple[str, ...] = ()
         for i, home in enumerate(homes):
             (self.place / f"key-{i}").rename(home / "identity.key")
-            daemon = self._daemon(i, home, bootstrap)
-            self.daemons.append(daemon)
-            if not bootstrap:
-                where = daemon.announce or f"/ip4/127.0.0.1/tcp/{daemon.port}"
-                bootstrap = (f"{where}/p2p/{daemon.peer_id}",)
+            self.daemons.append(self._daemon(i, home))
+        for i, daemon in enumerate(self.daemons):
+            # Two seeds that name each other, so that either may come back as anybody else.
+            seed = self.daemons[0 if i else 1]
+            where = seed.announce or f"/ip4/127.0.0.1/tcp/{seed.port}"
+            daemon.bootstrap = (f"{where}/p2p/{seed.peer_id}",)
 
-    def _daemon(self, i: int, home: Path, bootstrap: tuple[str, ...]) -> DaemonProcess:
+    def _daemon(self, i: int, home: Path) -> DaemonProcess:
         port, link_port = free_port(), free_port()
         announce = link_announce = ""
         if self._proxies is not None:
@@ -141,7 +141,6 @@ class Fleet:
             link_port=link_port,
             announce=announce,
             link_announce=link_announce,
-            bootstrap=bootstrap,
             settings=[*self._settings, *self._own.get(i, ())],
         )
 
@@ -199,6 +198,11 @@ class Fleet:
                 self.tensors[i].fill_(fill_value(i, self.round_number))
             asked[i] = self._callers.submit(self.sessions[i].average, timeout_s=timeout_s)
         return asked
+
+    def join(self, i: int, *, timeout_s: float = CALL_S) -> dict[int, Future[Result]]:
+        """One more trainer comes to the round that `ask` began."""
+        self.tensors[i].fill_(fill_value(i, self.round_number))
+        return {i: self._callers.submit(self.sessions[i].average, timeout_s=timeout_s)}
 
     def answers(
         self,
