@@ -24,8 +24,9 @@ PAUSE_S = 12.0
 test_silent_links), and the machine's own business."""
 ATTACHED_S = 60.0  # a daemon is seconds of a core to start, and somebody else has the core
 TOGETHER_S = 60.0
-NEAR = 0.15
-"""Of the optima's spread: a trainer that never averaged would end 0.5 away."""
+NEAR = 0.1
+"""Of the optima's spread: a trainer that never averaged would end 0.5 away, and one whose steps
+while its daemon was away counted for nothing would leave the mean 0.1 to 0.2 off."""
 
 
 @pytest.mark.timeout(900)
@@ -64,8 +65,9 @@ def test_daemons_killed_at_random_moments_of_rounds(place: Path) -> None:
             assert max(pauses) < PAUSE_S, pauses
             missed = sum(one.optimizer.missed for one in crew.trainers)
             assert missed > 0  # they did train without a daemon
-        fleet.settle()
+        fleet.settle(fill=False)
         assert fleet.same_bits()
+        assert crew.off() < NEAR, crew.off()
         assert fleet.tracebacks() == []
 
 
@@ -97,10 +99,9 @@ def test_all_daemons_restarted_one_after_another_while_trainers_go_on(place: Pat
                 crew.together(4, TOGETHER_S)
             pauses = [one.pause_s() for one in crew.trainers]
             assert max(pauses) < PAUSE_S, pauses
-            off = crew.off()
-        fleet.settle()
+        fleet.settle(fill=False)
         assert fleet.same_bits()
-        assert off < NEAR, off
+        assert crew.off() < NEAR, crew.off()
         assert fleet.tracebacks() == []
 
 

@@ -109,7 +109,9 @@ class Crew:
                 if not any(result.participants == count for result in one.since(since))
             ]
             lacking = {one.index: [str(r) for r in one.since(since)][-3:] for one in waiting}
-            assert time.monotonic() < end, f"not within {timeout_s:g} s in one of {count}: {lacking}"
+            assert time.monotonic() < end, (
+                f"not within {timeout_s:g} s in one of {count}: {lacking}"
+            )
             time.sleep(0.1)
 
     def off(self) -> float:

@@ -238,12 +238,14 @@ class Fleet:
         assert self.same_bits(indices)
         return took_s
 
-    def settle(self, of: Iterable[int] | None = None, *, rounds: int = SETTLE_ROUNDS) -> int:
+    def settle(
+        self, of: Iterable[int] | None = None, *, rounds: int = SETTLE_ROUNDS, fill: bool = True
+    ) -> int:
         """Rounds until all of these are in one; how many it took."""
         indices = self._these(of)
         last: dict[int, Result] = {}
         for number in range(1, rounds + 1):
-            last = self.answers(self.ask(indices))
+            last = self.answers(self.ask(indices, fill=fill))
             if all(
                 one.status == "complete" and one.participants == len(indices)
                 for one in last.values()
