@@ -181,9 +181,10 @@ class Network:
     def _link_lost(self, peer_id: str, reason: str) -> None:
         """From a link's thread."""
         log_event(log, logging.INFO, "link lost", peer=peer_id, reason=reason)
-        runs = self._exchange.runs_with(peer_id)
         self._exchange.link_lost(peer_id)
-        for run in runs:
+        # Every run, also one that has no exchange with it: in matchmaking it may be the leader that
+        # we wait for, and a message to it would take two seconds longer to find that out.
+        for run in list(self._runs):
             self.post(run, LinkLost(peer_id))
 
     def _count_garbled(self, error: RemoteProtocolError) -> None:

@@ -38,7 +38,8 @@ app(prog_name="moshpitd")
 class DaemonProcess:
     """`moshpitd run` in `home`, on loopback, with a socket short enough for the kernel.
 
-    `settings` are further assignments for --set. With `http` it also answers there.
+    `settings` are further assignments for --set. With `http` it also answers there. `announce` and
+    `link_announce`: where others dial it instead, such as a proxy.
     """
 
     def __init__(
@@ -46,12 +47,16 @@ class DaemonProcess:
         home: Path,
         *,
         port: int = 0,
+        link_port: int = 0,
+        announce: str = "",
+        link_announce: str = "",
         bootstrap: tuple[str, ...] = (),
         http: int = 0,
         settings: Sequence[str] = (),
         clock_ahead_s: float = 0.0,
     ) -> None:
         self.home, self.port, self.bootstrap, self.http = home, port, bootstrap, http
+        self.link_port, self.announce, self.link_announce = link_port, announce, link_announce
         self.socket, self.log, self.buffers = home / "s", home / "log", home / "buffers"
         self._settings, self._clock_ahead_s = settings, clock_ahead_s
         home.mkdir(parents=True, exist_ok=True)
@@ -62,7 +67,10 @@ class DaemonProcess:
         how = RUN if not self._clock_ahead_s else ("-c", SKEWED.format(ahead_s=self._clock_ahead_s))
         argv = [sys.executable, *how, "run", "--http-port", str(self.http)]
         argv += ["--data-dir", str(self.home), "--socket", str(self.socket)]
-        argv += ["--listen", f"/ip4/127.0.0.1/tcp/{self.port}", "--link-listen", "127.0.0.1:0"]
+        argv += ["--listen", f"/ip4/127.0.0.1/tcp/{self.port}"]
+        argv += ["--link-listen", f"127.0.0.1:{self.link_port}"]
+        argv += ["--announce", self.announce] if self.announce else []
+        argv += ["--link-announce", self.link_announce] if self.link_announce else []
         for assignment in (
             f"node.buffers_dir={self.buffers}",
             "notices.provider=none",
@@ -84,6 +92,11 @@ class DaemonProcess:
                 env=environ | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
+
+    @property
+    def started(self) -> bool:
+        """It was, at least once; `pid` is that of its last life."""
+        return self._process is not None
 
     @property
     def pid(self) -> int:

@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -34,6 +34,9 @@ IN_FLIGHT_BYTES = 64 << 20
 """Per direction of a connection: 10 Gb/s at 50 ms. A window that is too small would be a second
 limit beside `bytes_per_s`."""
 START_TIMEOUT_S = 10.0
+
+CallerOf = Callable[[int, int], int | None]
+"""Who dialled, from the dialler's port and ours: a number that the test gave it, or None."""
 
 
 @dataclass(slots=True)
@@ -55,13 +58,20 @@ class Way:
 class Path:
     """What lies in front of one listening address. All methods may be called from any thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, target: tuple[str, int]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        target: tuple[str, int],
+        caller_of: CallerOf | None = None,
+    ) -> None:
         self.there, self.back = Way(), Way()
         self.target = target
         self.port = 0
         self._loop = loop
         self._server: asyncio.Server | None = None
+        self._caller_of = caller_of
         self._frozen = False
+        self._silenced: frozenset[int] = frozenset()
         self._accepting = True
         self._calls: set[_Connection] = set()
 
@@ -92,6 +102,11 @@ class Path:
         """What waited goes on, in order."""
         self._run(self._set_frozen, False)
 
+    def silence(self, callers: Collection[int]) -> None:
+        """As `freeze`, for the connections of these callers and of nobody else: those that stand
+        and those to come. Each call replaces the one before; with nobody, what waited goes on."""
+        self._run(self._set_silenced, frozenset(callers))
+
     def cut(self) -> None:
         """Reset every connection at both ends. New ones are accepted: see `refuse`."""
         self._run(self._abort_all)
@@ -119,8 +134,15 @@ class Path:
 
     def _set_frozen(self, frozen: bool) -> None:
         self._frozen = frozen
+        self._hold_all()
+
+    def _set_silenced(self, callers: frozenset[int]) -> None:
+        self._silenced = callers
+        self._hold_all()
+
+    def _hold_all(self) -> None:
         for call in self._calls:
-            call.hold(frozen)
+            call.hold(self._frozen or call.caller in self._silenced)
 
     def _abort_all(self) -> None:
         for call in list(self._calls):
@@ -130,13 +152,20 @@ class Path:
         if not self._accepting:
             _reset(writer)
             return
+        caller = None
+        if self._caller_of is not None:
+            source = writer.get_extra_info("peername")[1]
+            caller = await asyncio.to_thread(self._caller_of, source, self.port)
+            if caller is None:  # it has hung up already, and nobody can say whose it was
+                _reset(writer)
+                return
         try:
             onward = await asyncio.open_connection(*self.target)
         except OSError:
             _reset(writer)  # a refusal beyond the proxy can only be shown as a reset before it
             return
-        call = _Connection((reader, writer), onward, self.there, self.back)
-        call.hold(self._frozen)
+        call = _Connection((reader, writer), onward, self.there, self.back, caller)
+        call.hold(self._frozen or caller in self._silenced)
         self._calls.add(call)
         try:
             await call.carry()
@@ -152,10 +181,11 @@ class Proxies:
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
         self.paths: list[Path] = []
 
-    def to(self, target: str, *, port: int = 0) -> Path:
-        """A path to `target` ("host:port"), which need not listen yet. `port` 0: any free one."""
+    def to(self, target: str, *, port: int = 0, caller_of: CallerOf | None = None) -> Path:
+        """A path to `target` ("host:port"), which need not listen yet. `port` 0: any free one.
+        With `caller_of` a connection whose caller it does not know is reset."""
         host, _, number = target.rpartition(":")
-        path = Path(self._loop, (host, int(number)))
+        path = Path(self._loop, (host, int(number)), caller_of)
         opening = asyncio.run_coroutine_threadsafe(path.open(port), self._loop)
         opening.result(START_TIMEOUT_S)
         self.paths.append(path)
@@ -192,7 +222,10 @@ class _Connection:
     """One accepted connection and the one made for it. Invariant: what came in at one end before
     its end comes out at the other before the other's end."""
 
-    def __init__(self, near: Ends, far: Ends, there: Way, back: Way) -> None:
+    def __init__(
+        self, near: Ends, far: Ends, there: Way, back: Way, caller: int | None = None
+    ) -> None:
+        self.caller = caller
         self._writers = (near[1], far[1])
         self._tasks: list[asyncio.Task[None]] = []
         self._moving = asyncio.Event()
