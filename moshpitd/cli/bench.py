@@ -15,6 +15,7 @@ from moshpitd.cli import (
     bench_freeze,
     bench_latency,
     bench_link,
+    bench_namespaces,
     bench_overlap,
 )
 
@@ -29,3 +30,4 @@ app.command("death")(bench_death.death)
 app.command("freeze")(bench_freeze.freeze)
 app.command("churn")(bench_churn.churn)
 app.command("overlap")(bench_overlap.overlap)
+app.command("namespaces")(bench_namespaces.namespaces)

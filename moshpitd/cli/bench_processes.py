@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -120,10 +121,27 @@ def ask_all(
 
 
 def start_worker(
-    children: Children, name: str, arguments: list[str], log: Path, **environ: str
+    children: Children,
+    name: str,
+    arguments: list[str],
+    log: Path,
+    *,
+    within: Sequence[str] = (),
+    **environ: str,
 ) -> Worker:
     """A worker that may still be importing; `hear` its first line before telling it anything."""
-    return Worker(children.start(name, arguments, log, talks=True, environ=environ))
+    return Worker(
+        children.start(name, arguments, log, talks=True, environ=environ, within=within)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a daemon runs: a command that enters it, its address there, what only it is told."""
+
+    within: tuple[str, ...] = ()
+    host: str = ""
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 class Swarm:
@@ -138,12 +156,15 @@ class Swarm:
         peers: int,
         numel: int,
         settings: Mapping[str, object] | None = None,
+        places: Sequence[Place] = (),
     ) -> None:
+        """`places`: where each daemon runs, if not simply on this machine."""
         self.children = children
         self.peer_ids: list[str] = []
         self.trainers: list[Worker] = []
         self._folder, self._numel = folder, numel
         self._settings = dict(settings or {})
+        self._places = list(places) or [Place()] * peers
         ports = free_ports(2 * peers)
         self.nodes = [
             Node(
@@ -152,6 +173,7 @@ class Swarm:
                 folder / f"{index}.sock",
                 (ports[2 * index], ports[2 * index + 1]),
                 Story(0),
+                within=self._places[index].within,
             )
             for index in range(peers)
         ]
@@ -224,7 +246,12 @@ class Swarm:
 
     def _configure(self, node: Node, bootstrap: list[str]) -> None:
         buffers = self._memory / f"{node.index}" if self._memory else node.folder / "buffers"
-        more = {"node.buffers_dir": str(buffers), **self._settings}
+        place = self._places[node.index]
+        more = {"node.buffers_dir": str(buffers), **self._settings, **place.settings}
+        if place.host:
+            control, links = node.ports
+            more["network.listen"] = [f"/ip4/{place.host}/tcp/{control}"]
+            more["network.link_listen"] = f"{place.host}:{links}"
         node.write_config(bootstrap=bootstrap, max_group=16, more=more)
 
     def _start_trainer(self, node: Node) -> Worker:

@@ -119,12 +119,14 @@ class Children:
         nice: bool = False,
         talks: bool = False,
         environ: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> Child:
         """Run `python ARGUMENTS`. `nice`: only what the others leave over of the processors;
-        `talks`: stdin and stdout are pipes to us, and only stderr goes to the log."""
+        `talks`: stdin and stdout are pipes to us, and only stderr goes to the log; `within`: a
+        command in front of it that becomes it, such as `ip netns exec NAME`."""
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*within, sys.executable, *arguments],
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if talks else out,
                 stderr=out,
@@ -164,6 +166,7 @@ class Node:
     daemon: Child | None = None
     trainer: Child | None = None
     lives: int = 0  # trainers that ran here
+    within: Sequence[str] = ()  # in front of the daemon's command
     _calls: Calls | None = field(default=None, repr=False)
 
     @property
@@ -223,6 +226,7 @@ class Node:
             f"the daemon of {self.name}",
             [*arguments, str(self.folder / "moshpitd.toml")],
             self.folder / "daemon.log",
+            within=self.within,
         )
 
     def start_trainer(self, children: Children, options: list[str], *, seed: int) -> None:
