@@ -1,0 +1,52 @@
+"""Algorithms by the names that people search for. One rule: the names are those of the papers, in
+lower case with dashes, and one name means one class with one set of defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from moshpitd.client.optim.bagua import CUBE, QAdam
+from moshpitd.client.optim.differences import DCD, ChocoSGD
+from moshpitd.client.optim.distributed import SwarmOptimizer
+from moshpitd.client.optim.gossip import ADPSGD, DPSGD, GossipSGD, StochasticGradientPush
+from moshpitd.client.optim.mean_gradient import NUQSGD, QSGD
+from moshpitd.client.optim.onebit import OneBitAdam, OneBitLamb
+from moshpitd.client.optim.zero_one import ZeroOneAdam
+from moshpitd.errors import ConfigError
+
+FAMILIES: tuple[type[SwarmOptimizer], ...] = (
+    DPSGD,
+    GossipSGD,
+    StochasticGradientPush,
+    ADPSGD,
+    OneBitAdam,
+    ZeroOneAdam,
+    OneBitLamb,
+    *CUBE.values(),
+    QAdam,
+    ChocoSGD,
+    DCD,
+    QSGD,
+    NUQSGD,
+)
+ALGORITHMS: dict[str, type[SwarmOptimizer]] = {kind.algorithm: kind for kind in FAMILIES}
+
+
+def by_name(name: str, params: Iterable[Any], swarm: object, **options: Any) -> SwarmOptimizer:
+    """The optimizer called `name` over `params` (parameters, or param groups).
+
+    `swarm` is whatever offers the primitives that it needs: `SwarmOfDaemons(session)`, or a peer of
+    `testing.ArithmeticSwarm`. Options are the class's keywords; a wrong one is ConfigError.
+    """
+    kind = ALGORITHMS.get(name)
+    if kind is None:
+        raise ConfigError(
+            f"unknown algorithm {name!r}", key="algorithm", expected=", ".join(ALGORITHMS)
+        )
+    try:
+        return kind(params, swarm, **options)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(
+            f"{name}: {error}", key="algorithm", expected=f"the options of {kind.__name__}"
+        ) from error
