@@ -130,9 +130,7 @@ def start_worker(
     **environ: str,
 ) -> Worker:
     """A worker that may still be importing; `hear` its first line before telling it anything."""
-    return Worker(
-        children.start(name, arguments, log, talks=True, environ=environ, within=within)
-    )
+    return Worker(children.start(name, arguments, log, talks=True, environ=environ, within=within))
 
 
 @dataclass(frozen=True, slots=True)
