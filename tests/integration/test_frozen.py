@@ -29,6 +29,5 @@ async def test_a_daemon_that_freezes_in_a_round_is_left_out_and_catches_up(place
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xfail(strict=True, reason="the core takes the others for silent and accepts a part")
 async def test_a_daemon_that_wakes_up_discards_the_stale_round(place: Path) -> None:
     await freeze_and_thaw(place, frozen_s=12.0, rounds=4, discards=True)

@@ -100,9 +100,12 @@ async def freeze_and_thaw(
                 assert theirs["participants"] == 3, theirs
                 assert [one.participants for one in results] == [3, 3], results
                 assert theirs["version"] == results[0].version > newest
-                # It was further behind than max_version_lag, so its 6.0 counted for nothing.
-                assert own[0]["w"].unique().tolist() == [200.0], own[0]["w"].unique()
-                assert (theirs["w"], theirs["even"]) == (200.0, True)
+                # It was further behind than max_version_lag, so its 6.0 counted for nothing. If it
+                # took the snapshot in one round and met the others in the next, it counts with it.
+                snapshot = 100.0 + rounds - 1
+                allowed = {200.0, float(torch.tensor((400.0 + snapshot) / 3.0))}
+                assert set(own[0]["w"].unique().tolist()) <= allowed, own[0]["w"].unique()
+                assert theirs["even"] and theirs["w"] in allowed, theirs
                 assert same_bits(own)
         finally:
             if trainer is not None:
