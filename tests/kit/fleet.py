@@ -31,7 +31,7 @@ from types import TracebackType
 
 import torch
 
-from moshpitd.cli.bench_meters import members_of, tcp_sockets
+from moshpitd.cli.bench_meters import members_of, session_of, tcp_sockets
 from moshpitd.client import DaemonUnavailable, Result, Session, attach
 from moshpitd.net.identity import Identity
 from tests.kit import proxy
@@ -76,6 +76,7 @@ class Fleet:
         self._callers = ThreadPoolExecutor(4 * count)
         self._ending = ExitStack()
         self._silences: set[frozenset[int]] = set()
+        self._processes: dict[int, list[int]] = {}  # node -> daemon and p2pd, when last looked
         self._settings = [*(f"averaging.{one}" for one in FAST), *settings]
         self._own = own or {}
 
@@ -319,10 +320,21 @@ class Fleet:
         if not found:
             return None
         name = f"socket:[{found[0].inode}]"
-        for i, daemon in enumerate(self.daemons):
-            if daemon.started and any(_has(pid, name) for pid in members_of([daemon.pid])):
-                return i
+        # Whose processes they are costs a look at all of the machine; mostly it is known.
+        for processes in (lambda: self._processes, self._look_for_processes):
+            for i, pids in processes().items():
+                if any(_has(pid, name) for pid in pids):
+                    return i
         return None
+
+    def _look_for_processes(self) -> dict[int, list[int]]:
+        leaders = {one.pid: i for i, one in enumerate(self.daemons) if one.started}
+        found: dict[int, list[int]] = {}
+        for pid in members_of(leaders):
+            found.setdefault(leaders.get(session_of(pid), -1), []).append(pid)
+        found.pop(-1, None)
+        self._processes = found
+        return found
 
     # -- what is told ------------------------------------------------------------------------------
 

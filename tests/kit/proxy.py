@@ -156,13 +156,16 @@ class Path:
         if self._caller_of is not None:
             source = writer.get_extra_info("peername")[1]
             caller = await asyncio.to_thread(self._caller_of, source, self.port)
-            if caller is None:  # it has hung up already, and nobody can say whose it was
+            if caller is None or writer.is_closing():  # it has hung up already
                 _reset(writer)
                 return
         try:
             onward = await asyncio.open_connection(*self.target)
         except OSError:
             _reset(writer)  # a refusal beyond the proxy can only be shown as a reset before it
+            return
+        if writer.is_closing():
+            _reset(onward[1])
             return
         call = _Connection((reader, writer), onward, self.there, self.back, caller)
         call.hold(self._frozen or caller in self._silenced)
