@@ -19,6 +19,7 @@ any two can be made silent. Whatever fails, the flight recorders tell of the las
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,13 +116,11 @@ class Fleet:
         self._ending.close()
 
     def _make(self) -> None:
-        homes = [self.place / str(i) for i in range(len(self.tensors))]
-        keys = [Identity.load_or_create(home / "identity.key") for home in _made(homes)]
-        # The files go where their order wants them.
-        for number, key in enumerate(sorted(keys, key=lambda one: one.peer_id)):
-            key.path.rename(self.place / f"key-{number}")
-        for i, home in enumerate(homes):
-            (self.place / f"key-{i}").rename(home / "identity.key")
+        made = [Identity.load_or_create(self.place / f"key-{i}") for i in range(len(self.tensors))]
+        for i, key in enumerate(sorted(made, key=lambda one: one.peer_id)):
+            home = self.place / str(i)
+            home.mkdir(exist_ok=True)
+            shutil.move(key.path, home / "identity.key")  # perhaps to another file system
             self.daemons.append(self._daemon(i, home))
         for i, daemon in enumerate(self.daemons):
             # Two seeds that name each other, so that either may come back as anybody else.
@@ -358,12 +357,6 @@ class Fleet:
 
     def _these(self, of: Iterable[int] | None) -> list[int]:
         return list(range(len(self.tensors))) if of is None else list(of)
-
-
-def _made(homes: Sequence[Path]) -> Sequence[Path]:
-    for home in homes:
-        home.mkdir(parents=True, exist_ok=True)
-    return homes
 
 
 def _has(pid: int, name: str) -> bool:
