@@ -284,8 +284,7 @@ class _Flow:
     async def take(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            while (full_s := self.way.full_s(loop.time())) > 0:
-                await asyncio.sleep(full_s)
+            await asyncio.sleep(self.way.full_s(loop.time()))
             chunk = await self.reader.read(CHUNK_BYTES)
             async with self.changed:
                 while self.size > IN_FLIGHT_BYTES:
