@@ -122,7 +122,8 @@ class Bulk:
         self._world.later(LISTEN_S, self._listen, node, node.incarnation, group.group_id, others)
 
     def _listen(self, node: Node, incarnation: int, group_id: bytes, members: list[Node]) -> None:
-        """Whom this node hears: pinged links answer as long as the other daemon runs."""
+        """Whom this node hears: pinged links answer as long as the other daemon runs, and what is
+        between the two carries the answer."""
         round_ = node.plane.rounds.get(group_id)
         if round_ is None or node.incarnation != incarnation:
             return
@@ -133,6 +134,8 @@ class Bulk:
             and index not in round_.lost
             and other.peer is not None
             and other.incarnation == round_.incarnations[index]
+            and other.thaws_at is None
+            and self._links.apart(node.index, other.index) is None
         )
         self._world.post(0.0, node, Listened(heard))
         self._world.later(LISTEN_S, self._listen, node, incarnation, group_id, members)

@@ -50,8 +50,8 @@ def test_the_others_are_not_paced_and_the_woken_one_takes_a_snapshot_if_it_is_fa
             assert set(fleet.mixes(i)) <= {(number, frozenset(range(4))), (number, survivors)}
         assert fleet.same_bits(survivors)
         slept = [fleet.whole_round(survivors) for _ in range(behind)]
-        # One round that looks for it, then they know; nobody waits for it in every round.
-        assert sorted(slept)[behind // 2] < 3 * undisturbed_s + 1.0, slept
+        # Waited for in vain in two windows at most, then it no longer holds anybody up.
+        assert sorted(slept)[-3] < 3 * undisturbed_s + 1.0, slept
         newest = fleet.sessions[0].version
         time.sleep(max(0.0, MINUTE_S - (time.monotonic() - frozen_at)))  # the minute itself
 

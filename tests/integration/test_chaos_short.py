@@ -18,7 +18,7 @@ from tests.kit.fleet import Fleet
 
 EVERYBODY = frozenset(range(3))
 GIVEN_UP_S = 8.0
-"""1.2 s of silence, a takeover, and a loaded machine; `part_timeout_s`, the fixed bound, is 10 s."""
+"""1.2 s of silence, a takeover, a loaded machine; `part_timeout_s`, the fixed bound, is 10 s."""
 AGAIN_S = 10.0  # S21: in a group again, with the leader lost before Begin
 
 pytestmark = pytest.mark.timeout(180)

@@ -19,6 +19,7 @@ any two can be made silent. Whatever fails, the flight recorders tell of the las
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from types import TracebackType
 
 import torch
 
-from moshpitd.cli.bench_meters import members_of, tcp_sockets
+from moshpitd.cli.bench_meters import members_of, session_of, tcp_sockets
 from moshpitd.client import DaemonUnavailable, Result, Session, attach
 from moshpitd.net.identity import Identity
 from tests.kit import proxy
@@ -41,7 +42,8 @@ from tests.kit.processes import UP_WITHIN_S, DaemonProcess, wait_for
 from tests.kit.proxy import Proxies
 
 FLOATS = 4_000_000  # 16 parts, and long enough in the exchange to be met there
-FAST = ("window_s=2.0", "answer_timeout_s=1.0")  # as in LocalSwarm
+# As in LocalSwarm, and without a codec's rounding, which would blur whose mean a value is.
+FAST = ("window_s=2.0", "answer_timeout_s=1.0", "codec=float32")
 TOGETHER_S = 60.0
 CALL_S = 60.0
 SETTLE_ROUNDS = 10
@@ -76,6 +78,7 @@ class Fleet:
         self._callers = ThreadPoolExecutor(4 * count)
         self._ending = ExitStack()
         self._silences: set[frozenset[int]] = set()
+        self._processes: dict[int, list[int]] = {}  # node -> daemon and p2pd, when last looked
         self._settings = [*(f"averaging.{one}" for one in FAST), *settings]
         self._own = own or {}
 
@@ -113,13 +116,11 @@ class Fleet:
         self._ending.close()
 
     def _make(self) -> None:
-        homes = [self.place / str(i) for i in range(len(self.tensors))]
-        keys = [Identity.load_or_create(home / "identity.key") for home in _made(homes)]
-        # The files go where their order wants them.
-        for number, key in enumerate(sorted(keys, key=lambda one: one.peer_id)):
-            key.path.rename(self.place / f"key-{number}")
-        for i, home in enumerate(homes):
-            (self.place / f"key-{i}").rename(home / "identity.key")
+        made = [Identity.load_or_create(self.place / f"key-{i}") for i in range(len(self.tensors))]
+        for i, key in enumerate(sorted(made, key=lambda one: one.peer_id)):
+            home = self.place / str(i)
+            home.mkdir(exist_ok=True)
+            shutil.move(key.path, home / "identity.key")  # perhaps to another file system
             self.daemons.append(self._daemon(i, home))
         for i, daemon in enumerate(self.daemons):
             # Two seeds that name each other, so that either may come back as anybody else.
@@ -319,10 +320,21 @@ class Fleet:
         if not found:
             return None
         name = f"socket:[{found[0].inode}]"
-        for i, daemon in enumerate(self.daemons):
-            if daemon.started and any(_has(pid, name) for pid in members_of([daemon.pid])):
-                return i
+        # Whose processes they are costs a look at all of the machine; mostly it is known.
+        for processes in (lambda: self._processes, self._look_for_processes):
+            for i, pids in processes().items():
+                if any(_has(pid, name) for pid in pids):
+                    return i
         return None
+
+    def _look_for_processes(self) -> dict[int, list[int]]:
+        leaders = {one.pid: i for i, one in enumerate(self.daemons) if one.started}
+        found: dict[int, list[int]] = {}
+        for pid in members_of(leaders):
+            found.setdefault(leaders.get(session_of(pid), -1), []).append(pid)
+        found.pop(-1, None)
+        self._processes = found
+        return found
 
     # -- what is told ------------------------------------------------------------------------------
 
@@ -345,12 +357,6 @@ class Fleet:
 
     def _these(self, of: Iterable[int] | None) -> list[int]:
         return list(range(len(self.tensors))) if of is None else list(of)
-
-
-def _made(homes: Sequence[Path]) -> Sequence[Path]:
-    for home in homes:
-        home.mkdir(parents=True, exist_ok=True)
-    return homes
 
 
 def _has(pid: int, name: str) -> bool:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-
+from moshpitd.cli.demo_processes import free_ports
 from moshpitd.net.identity import Identity
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on now, and that no outgoing connection will be given: it may be
+    seconds until a daemon takes it."""
+    return free_ports(1)[0]
 
 
 def address_of(identity: Identity, port: int) -> str:

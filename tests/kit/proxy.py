@@ -33,6 +33,9 @@ CHUNK_BYTES = 64 << 10
 IN_FLIGHT_BYTES = 64 << 20
 """Per direction of a connection: 10 Gb/s at 50 ms. A window that is too small would be a second
 limit beside `bytes_per_s`."""
+QUEUE_S = 0.25
+"""What may stand before a slow wire, in time: a router's buffer. Were it longer, a connection that
+came first would keep all others silent for as long as its bytes take."""
 START_TIMEOUT_S = 10.0
 
 CallerOf = Callable[[int, int], int | None]
@@ -48,6 +51,10 @@ class Way:
     bytes_per_s: float = float("inf")
     passed: int = 0  # bytes that went all the way
     _free_at: float = 0.0  # when the wire has carried what is on it
+
+    def full_s(self, now: float) -> float:
+        """How long nothing more may enter."""
+        return max(0.0, self._free_at - now - QUEUE_S)
 
     def due(self, size: int, now: float) -> float:
         """When `size` bytes that enter now come out at the other end."""
@@ -156,13 +163,16 @@ class Path:
         if self._caller_of is not None:
             source = writer.get_extra_info("peername")[1]
             caller = await asyncio.to_thread(self._caller_of, source, self.port)
-            if caller is None:  # it has hung up already, and nobody can say whose it was
+            if caller is None or writer.is_closing():  # it has hung up already
                 _reset(writer)
                 return
         try:
             onward = await asyncio.open_connection(*self.target)
         except OSError:
             _reset(writer)  # a refusal beyond the proxy can only be shown as a reset before it
+            return
+        if writer.is_closing():
+            _reset(onward[1])
             return
         call = _Connection((reader, writer), onward, self.there, self.back, caller)
         call.hold(self._frozen or caller in self._silenced)
@@ -274,6 +284,7 @@ class _Flow:
     async def take(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await asyncio.sleep(self.way.full_s(loop.time()))
             chunk = await self.reader.read(CHUNK_BYTES)
             async with self.changed:
                 while self.size > IN_FLIGHT_BYTES:
