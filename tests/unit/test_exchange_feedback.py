@@ -19,8 +19,10 @@ from torch import Tensor
 from moshpitd.core.effects import Average, Bar, Close, LoadSnapshot, Push
 from moshpitd.core.events import Averaged, Barred, PartArrived, ResultArrived
 from moshpitd.core.messages import Group
+from moshpitd.daemon.pacing import Skipped
 from moshpitd.tensors.codecs import CODECS
 from moshpitd.tensors.feedback import ErrorFeedback, Residuals
+from moshpitd.tensors.layout import Part
 from tests.kit.bounds import Bounds, true_mean
 from tests.kit.planes import (
     RUN,
@@ -152,9 +154,16 @@ def test_a_round_without_loss_pays_what_is_owed(three: list[Plane]) -> None:
     values, average = play(three, "int8", 1)
     debt = owed_by_all(three)
     assert debt.any()
-    later, exact = play(three, "float32", 2)
+    # In another order, so that members also owe to parts that they reduce themselves now.
+    later, exact = play(three[1:] + three[:1], "float32", 2)
     meant = true_mean(values) + true_mean(later)
-    torch.testing.assert_close(average.double() + exact.double(), meant, atol=1e-5, rtol=0)
+    paid = average.double() + exact.double()
+    torch.testing.assert_close(paid + owed_by_all(three), meant, atol=1e-5, rtol=0)
+    assert not any(owed(residuals(plane).sender).any() for plane in three)
+    # Who reduced a part then and does not now still owes; when it is its turn again it pays.
+    values, more = play(three, "float32", 3)
+    meant, paid = meant + true_mean(values), paid + more.double()
+    torch.testing.assert_close(paid, meant, atol=1e-5, rtol=0)
     assert not owed_by_all(three).any()
 
 
@@ -362,6 +371,35 @@ def test_a_repeated_push_is_the_same_bytes_and_counts_once(three: list[Plane]) -
     here = slice(start, start + spot.numel)
     want = own[here].double() + owing[here] - decoded.double()
     torch.testing.assert_close(owed(residuals(plane).sender)[here], want, atol=1e-6, rtol=0)
+
+
+def test_a_push_that_went_wrong_after_one_that_arrived_owes_nothing_and_is_counted(
+    three: list[Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that arrived are gone, and with them what they left out."""
+    play(three, "int8", 0)
+    group = group_of(three, codec="int8")
+    open_round(three, group)
+    plane, part = three[1], first_part(three, group, 0)
+    spot = plane.layout.parts[part]
+    assert residuals(plane).sender.has(spot)
+    current = plane.exchange._runs[RUN].rounds[group.group_id]
+    collect(three[0], group, part, three[1:], 0)
+    read = current._shared.local.contribution
+
+    def fill_meanwhile(spot: Part) -> Tensor:
+        set_generation(plane.buckets["t"], 3)
+        return read(spot)
+
+    monkeypatch.setattr(current._shared.local, "contribution", fill_meanwhile)
+    [(_, payload_of)] = list(current.outgoing((part,), result=False, epoch=3))
+    with pytest.raises(Skipped):
+        payload_of(memoryview(bytearray(8192)))
+    three[0].exchange.handle(RUN, Push(group.group_id, 1, (part,), result=True))
+    plane.wait(ResultArrived)
+    close_round(three, group)
+    assert not residuals(plane).sender.has(spot)
+    assert plane.exchange.residuals_dropped == {"withdrawn": 1}
 
 
 # -- their end ------------------------------------------------------------------------------------
