@@ -67,8 +67,13 @@ class Traffic:
             return self._heard.get(peer_id, 0)
 
     def look(self, now: float, links: Iterable[Link]) -> bool:
-        """Sample every link and all together; whether anything is on its way."""
-        sending = receiving = False
+        """Sample every link and all together; whether anything is on its way.
+
+        What all links together carry tells of this side only while several are busy: the last one
+        that is may be slow at its other end, and a fast peer whose last bytes trickle to a slow one
+        must not take itself for slow.
+        """
+        sending = receiving = count = 0
         seen = {}
         for link in links:
             look = link.look(now)
@@ -76,9 +81,11 @@ class Traffic:
             self._delivered += max(0, look.delivered - delivered)
             self._received += max(0, look.heard - heard)
             seen[link] = (look.delivered, look.heard)
-            sending |= look.sending
-            receiving |= look.receiving
+            sending += look.sending
+            receiving += look.receiving
+            count += 1
         self._seen = seen
-        self.up.look(now, self._delivered, busy=sending)
-        self.down.look(now, self._received, busy=receiving)
-        return sending or receiving
+        enough = max(1, min(2, count))
+        self.up.look(now, self._delivered, busy=sending >= enough)
+        self.down.look(now, self._received, busy=receiving >= enough)
+        return sending + receiving > 0
