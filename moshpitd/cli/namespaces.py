@@ -86,9 +86,7 @@ def namespaces(lines: Sequence[Line], *, loss: float = 0.0) -> Iterator[list[Nam
         _run("ip", "-n", hub, "link", "set", "bridge", "up")
         found = []
         for index, line in enumerate(lines):
-            one = Namespace(
-                f"{stem}-{index}", f"{SUBNET}.{index + 1}", line, hub, f"port{index}"
-            )
+            one = Namespace(f"{stem}-{index}", f"{SUBNET}.{index + 1}", line, hub, f"port{index}")
             _make(one.name, made)
             _connect(one)
             if loss:

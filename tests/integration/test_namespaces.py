@@ -99,8 +99,9 @@ def test_lines_are_capped_both_ways_and_nothing_of_them_stays(lines: Make) -> No
                 ["tc", "-n", one.hub, "qdisc", "show", "dev", one.port],
             )
         ]
-        assert "tbf" in caps[0] and "rate 30Mbit" in caps[0]
-        assert "tbf" in caps[1] and "rate 7Mbit" in caps[1]
+        for told, rate in zip(caps, ("30Mbit", "7Mbit"), strict=True):
+            assert "tbf" in told
+            assert f"rate {rate}" in told
     assert names() == before
     with pytest.raises(ConfigError, match="rate"), namespaces([Line(30, 7), Line(0, 1)]):
         raise AssertionError("a line of no rate was made")
