@@ -38,6 +38,9 @@ def namespaces(
         float, typer.Option(help="Cap of the last line in the second case; 0: no such case.")
     ] = 25.0,
     loss: Annotated[float, typer.Option(help="Share of packets lost at random, 0 to 0.5.")] = 0.0,
+    part_kib: Annotated[
+        int, typer.Option(help="averaging.part_bytes in KiB; 0: the daemon's default.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(help="Measured rounds of each system and case.")] = 5,
     security: Annotated[str, typer.Option(help="links.security: tls or authenticated.")] = "",
     json_file: Annotated[
@@ -56,17 +59,21 @@ def namespaces(
     check_range("--mbps", mbps, 1, 1e5)
     check_range("--slow-mbps", slow_mbps, 0, mbps)
     check_range("--loss", loss, 0, 0.5)
+    check_range("--part-kib", part_kib, 0, 1 << 16)
     check_writable(json_file)
     reason = missing(loss=loss > 0)
     if reason:
         raise ConfigError(f"no network namespaces here: {reason}")
     settings = codec_settings(codec) | security_settings(security)
+    if part_kib:
+        settings["averaging.part_bytes"] = part_kib << 10
     lines = {"even": [Line(mbps, mbps)] * peers}
     if slow_mbps:
         lines["slow"] = [*[Line(mbps, mbps)] * (peers - 1), Line(slow_mbps, slow_mbps)]
     report: dict[str, Any] = {
         "peers": peers, "params": int(params), "codec": codec, "mbps": mbps,
-        "slow_mbps": slow_mbps, "loss": loss, "security": security or "tls", "cases": [],
+        "slow_mbps": slow_mbps, "loss": loss, "part_kib": part_kib,
+        "security": security or "tls", "cases": [],
     }  # fmt: skip
     for case, its in lines.items():
         report["cases"].append(

@@ -46,6 +46,8 @@ class Namespace:
     name: str
     host: str  # its IPv4 address
     line: Line
+    hub: str  # the namespace of the bridge
+    port: str  # the bridge's end of its line
 
     @property
     def within(self) -> tuple[str, ...]:
@@ -84,16 +86,33 @@ def namespaces(lines: Sequence[Line], *, loss: float = 0.0) -> Iterator[list[Nam
         _run("ip", "-n", hub, "link", "set", "bridge", "up")
         found = []
         for index, line in enumerate(lines):
-            one = Namespace(f"{stem}-{index}", f"{SUBNET}.{index + 1}", line)
+            one = Namespace(f"{stem}-{index}", f"{SUBNET}.{index + 1}", line, hub, f"port{index}")
             _make(one.name, made)
-            _connect(one, hub, port=f"port{index}")
+            _connect(one)
             if loss:
-                _lose(one, loss, hub=hub, port=f"port{index}")
+                lose(one, loss)
             found.append(one)
         yield found
     finally:
         for name in reversed(made):
             _remove(name)
+
+
+def lose(one: Namespace, share: float) -> None:
+    """From now on it loses this share, 0 to 1, of the packets that arrive, at random."""
+    # Between two ends of a veth a "packet" may be 64 KiB that no real line would carry in one.
+    _run("ip", "-n", one.name, "link", "set", "eth0", "gso_max_segs", "1")
+    _run("ip", "-n", one.hub, "link", "set", one.port, "gso_max_segs", "1")
+    rule = f'iifname "eth0" numgen random mod 10000 < {share * 10000:.0f} counter drop'
+    chain = f"chain arriving {{ type filter hook prerouting priority -300; {rule}; }}"
+    _run("ip", "netns", "exec", one.name, _tool("nft"), f"table inet loss {{ {chain}; }}")
+
+
+def lost(one: Namespace) -> int:
+    """Packets that `lose` took from it so far."""
+    told = _run("ip", "netns", "exec", one.name, _tool("nft"), "list", "table", "inet", "loss")
+    found = re.search(r"counter packets (\d+)", told)
+    return int(found[1]) if found else 0
 
 
 def remove_left_behind() -> list[str]:
@@ -119,16 +138,16 @@ def _make(name: str, made: list[str]) -> None:
     _run("ip", "-n", name, "link", "set", "lo", "up")
 
 
-def _connect(one: Namespace, hub: str, *, port: str) -> None:
+def _connect(one: Namespace) -> None:
     _run(
         "ip", "link", "add", "eth0", "netns", one.name,
-        "type", "veth", "peer", "name", port, "netns", hub,
+        "type", "veth", "peer", "name", one.port, "netns", one.hub,
     )  # fmt: skip
-    _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", one.hub, "link", "set", one.port, "master", "bridge", "up")
     _run("ip", "-n", one.name, "address", "add", f"{one.host}/24", "dev", "eth0")
     _run("ip", "-n", one.name, "link", "set", "eth0", "up")
     _cap(one.name, "eth0", one.line.up_mbps)
-    _cap(hub, port, one.line.down_mbps)
+    _cap(one.hub, one.port, one.line.down_mbps)
 
 
 def _cap(name: str, interface: str, mbps: float) -> None:
@@ -139,17 +158,6 @@ def _cap(name: str, interface: str, mbps: float) -> None:
     )  # fmt: skip
 
 
-def _lose(one: Namespace, share: float, *, hub: str, port: str) -> None:
-    # Between two ends of a veth a "packet" may be 64 KiB that no real line would carry in one.
-    _run("ip", "-n", one.name, "link", "set", "eth0", "gso_max_segs", "1")
-    _run("ip", "-n", hub, "link", "set", port, "gso_max_segs", "1")
-    table = (
-        "table inet loss { chain arriving { type filter hook prerouting priority -300; "
-        f'iifname "eth0" numgen random mod 10000 < {share * 10000:.0f} counter drop; }} }}'
-    )
-    _run("ip", "netns", "exec", one.name, _tool("nft"), table)
-
-
 def _remove(name: str) -> None:
     # Its interfaces go with it, and with them their other ends. Processes that still run in it keep
     # it alive without a name; they are their starter's.
@@ -157,7 +165,7 @@ def _remove(name: str) -> None:
         _run("ip", "netns", "delete", name)
 
 
-def _run(tool: str, *arguments: str) -> None:
+def _run(tool: str, *arguments: str) -> str:
     command = [_tool(tool) or tool, *arguments]
     try:
         done = subprocess.run(
@@ -167,6 +175,7 @@ def _run(tool: str, *arguments: str) -> None:
         raise ConfigError(f"{' '.join(command)}: {error}") from None
     if done.returncode:
         raise ConfigError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _tool(name: str) -> str:

@@ -27,6 +27,11 @@ USER_TIMEOUT_MS = 20_000
 KEEPALIVE_IDLE_S = 10
 KEEPALIVE_INTERVAL_S = 5
 KEEPALIVE_PROBES = 3
+# What the kernel may hold that it has not sent yet. A PING, or a result that others wait for, can
+# overtake what waits here and nothing that waits there. Measured over a line of 25 Mbit/s: a round
+# trip beside a transfer takes 0.09 s this way and 0.45 s as the kernel likes it; on loopback the
+# processor time per byte is the same (1.0 to 1.2 ns with TLS, 0.7 to 0.8 without).
+UNSENT_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def tune(raw: socket.socket) -> None:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)

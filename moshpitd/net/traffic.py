@@ -8,9 +8,10 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from moshpitd.net.frames import HEADER_BYTES, NO_RUN, FrameKind, Header
-from moshpitd.net.link import Link
+from moshpitd.net.link import Look
 from moshpitd.net.meter import Rate
 
 # A node has at most 64 runs; frames of runs that it does not have are counted together after that.
@@ -28,6 +29,18 @@ class Moved:
     sent: bool
 
 
+class Carrier(Protocol):
+    """What is asked of a link; each is one key."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    @property
+    def bytes_heard(self) -> int: ...
+
+    def look(self, now: float) -> Look: ...
+
+
 class Traffic:
     """Thread-safe, except that one thread looks."""
 
@@ -37,7 +50,7 @@ class Traffic:
         self._moved: Counter[Moved] = Counter()
         self._runs: set[bytes] = {NO_RUN}
         self._heard: OrderedDict[str, int] = OrderedDict()  # on links that ended
-        self._seen: dict[Link, tuple[int, int]] = {}
+        self._seen: dict[Carrier, tuple[int, int]] = {}
         self._delivered = self._received = 0
 
     def count(self, header: Header, payload_bytes: int, *, sent: bool) -> None:
@@ -54,7 +67,7 @@ class Traffic:
         with self._lock:
             return dict(self._moved)
 
-    def keep(self, link: Link) -> None:
+    def keep(self, link: Carrier) -> None:
         """A link ended: its total stays."""
         with self._lock:
             self._heard[link.peer_id] = self._heard.get(link.peer_id, 0) + link.bytes_heard
@@ -66,9 +79,14 @@ class Traffic:
         with self._lock:
             return self._heard.get(peer_id, 0)
 
-    def look(self, now: float, links: Iterable[Link]) -> bool:
-        """Sample every link and all together; whether anything is on its way."""
-        sending = receiving = False
+    def look(self, now: float, links: Iterable[Carrier]) -> bool:
+        """Sample every link and all together; whether anything is on its way.
+
+        What all links together carry tells of this side only while several are busy: the last one
+        that is may be slow at its other end, and a fast peer whose last bytes trickle to a slow one
+        must not take itself for slow.
+        """
+        sending = receiving = count = 0
         seen = {}
         for link in links:
             look = link.look(now)
@@ -76,9 +94,11 @@ class Traffic:
             self._delivered += max(0, look.delivered - delivered)
             self._received += max(0, look.heard - heard)
             seen[link] = (look.delivered, look.heard)
-            sending |= look.sending
-            receiving |= look.receiving
+            sending += look.sending
+            receiving += look.receiving
+            count += 1
         self._seen = seen
-        self.up.look(now, self._delivered, busy=sending)
-        self.down.look(now, self._received, busy=receiving)
-        return sending or receiving
+        enough = max(1, min(2, count))
+        self.up.look(now, self._delivered, busy=sending >= enough)
+        self.down.look(now, self._received, busy=receiving >= enough)
+        return sending + receiving > 0

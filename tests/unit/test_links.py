@@ -4,8 +4,11 @@ lost in silence.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,11 +29,19 @@ from moshpitd.errors import (
     Unreachable,
 )
 from moshpitd.net.channel import Channel
-from moshpitd.net.frames import WIRE_VERSION, FrameKind, Header
+from moshpitd.net.frames import SEGMENT_BYTES, WIRE_VERSION, FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.links import LinkLimits
 from moshpitd.net.outbox import PayloadFunction
-from moshpitd.net.tls import Credentials, listen, parse_address, probe, proven_peer_id
+from moshpitd.net.tls import (
+    UNSENT_BYTES,
+    Credentials,
+    listen,
+    parse_address,
+    probe,
+    proven_peer_id,
+    tune,
+)
 from tests.kit.link_sides import LIMITS, PATIENCE_S, Side, constant
 
 
@@ -476,3 +487,23 @@ def test_what_is_no_address(text: str) -> None:
 def test_a_port_in_use_is_a_config_error(net: Net) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{net.small.pool.port}"):
         listen("127.0.0.1", net.small.pool.port)
+
+
+def test_the_kernel_takes_no_more_ahead_than_urgent_frames_may_wait_for() -> None:
+    """Nobody reads: what was sent lies at the other end, and the rest is bounded here."""
+    with listen("127.0.0.1", 0) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+        with near, far:
+            tune(near)
+            near.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    near.send(bytes(SEGMENT_BYTES))
+            answer = fcntl.ioctl(near, SIOCOUTQNSD, bytes(4))
+            unsent = int.from_bytes(answer, sys.byteorder)
+            # One buffer of the kernel's more than the bound: it is asked before each.
+            assert unsent <= UNSENT_BYTES + (64 << 10)
+
+
+SIOCOUTQNSD = 0x894B  # linux/sockios.h: bytes that were not sent yet
