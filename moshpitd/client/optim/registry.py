@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from moshpitd.client.optim.bagua import CUBE, QAdam
+from moshpitd.client.optim.diana import ADIANA, DIANA, VRDIANA
 from moshpitd.client.optim.differences import DCD, ChocoSGD
 from moshpitd.client.optim.distributed import SwarmOptimizer
+from moshpitd.client.optim.feedback import ECSGD, ECSGDDiana, EFSignSGD
 from moshpitd.client.optim.gossip import ADPSGD, DPSGD, GossipSGD, StochasticGradientPush
+from moshpitd.client.optim.marina import MARINA, PPMARINA
 from moshpitd.client.optim.mean_gradient import NUQSGD, QSGD
 from moshpitd.client.optim.onebit import OneBitAdam, OneBitLamb
 from moshpitd.client.optim.zero_one import ZeroOneAdam
@@ -31,6 +34,14 @@ FAMILIES: tuple[type[SwarmOptimizer], ...] = (
     DCD,
     QSGD,
     NUQSGD,
+    EFSignSGD,
+    ECSGD,
+    ECSGDDiana,
+    DIANA,
+    VRDIANA,
+    ADIANA,
+    MARINA,
+    PPMARINA,
 )
 ALGORITHMS: dict[str, type[SwarmOptimizer]] = {kind.algorithm: kind for kind in FAMILIES}
 
