@@ -17,7 +17,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api")
+    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,8 @@ class AttachRequest(_message.Message):
     FOUNDER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     API_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NO_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     run: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
@@ -32,7 +34,9 @@ class AttachRequest(_message.Message):
     founder_digest: bytes
     client: str
     api: int
-    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ...) -> None: ...
+    codec: str
+    no_feedback: bool
+    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec")

@@ -42,11 +42,13 @@ class Pending(Protocol[R_co]):
 class Coding:
     """How values travel. `codec` is a name of `tensors.codecs`, `result` the codec of what comes
     back (the same one if empty). With `feedback` the error of either is kept where it was made and
-    added to what goes next; it is part of the primitive's `state_dict`."""
+    added to what goes next; it is part of the primitive's `state_dict`. `own`: the algorithm reads
+    `Mean.own`, so it must be what was decoded."""
 
     codec: str = "float32"
     result: str = ""
     feedback: bool = False
+    own: bool = False
 
     @property
     def back(self) -> str:

@@ -92,11 +92,15 @@ class Session:
         socket: str | os.PathLike[str] | None = None,
         version: int = 0,
         timeout_s: float = 30.0,
+        codec: str = "",
+        feedback: bool = True,
     ) -> None:
+        """As `attach`; `codec` is for this run only, `feedback` is what goes with it."""
         if not run:
             raise refusal("bad_run", "run is empty, expected the name of a training job")
         self.run = run
         self._source = source
+        self._codec, self._feedback = codec, feedback
         self._specs = specs_of(source())
         if not self._specs:
             raise refusal("no_tensors", f"run {run!r}: no tensors to average")
@@ -146,6 +150,11 @@ class Session:
     def socket(self) -> str:
         """The path of the daemon's socket."""
         return self._calls.socket
+
+    @property
+    def layout(self) -> Layout:
+        """How the tensors lie in parts; the daemon's part size once it was attached."""
+        return self._layout
 
     @property
     def peer_id(self) -> str:
@@ -454,6 +463,8 @@ class Session:
             founder_digest=lineage.digest,
             client=f"pid {os.getpid()} {os.path.basename(sys.argv[0] or 'python')}",
             api=API,
+            codec=self._codec,
+            no_feedback=not self._feedback,
         )
         reply = self._calls.attach(request, self._timeout_s)
         if reply.part_bytes != self._layout.part_bytes:

@@ -137,8 +137,11 @@ class Exchange:
 
     # -- runs and buckets -------------------------------------------------------------------------
 
-    def add_run(self, name: str, layout: Layout, codec: str) -> None:
-        """`codec` is only checked (ConfigError): what is used is the codec of each group."""
+    def add_run(
+        self, name: str, layout: Layout, codec: str, *, feedback: bool | None = None
+    ) -> None:
+        """`codec` is only checked (ConfigError): what is used is the codec of each group.
+        `feedback` overrides the node's `error_feedback` for this run."""
         codec_for(codec, "float32")
         snapshots = Snapshots(
             layout,
@@ -150,7 +153,8 @@ class Exchange:
         with self._lock:
             if name in self._runs:
                 raise LocalProtocolError(f"run {name!r} exists")
-            residuals = Residuals(layout) if self._error_feedback else None
+            fed = self._error_feedback if feedback is None else feedback
+            residuals = Residuals(layout) if fed else None
             self._runs[name] = _Run(name, layout, snapshots, residuals)
         self._intake.add_run(run_hash(name))
 

@@ -39,7 +39,7 @@ from moshpitd.daemon.readiness import readiness
 from moshpitd.daemon.recorder import FOLDER, Recorder
 from moshpitd.daemon.runs import Ground, Run
 from moshpitd.daemon.settings import Settings
-from moshpitd.daemon.trainers import checked_run_name
+from moshpitd.daemon.trainers import check_codec, checked_run_name
 from moshpitd.daemon.views import peer_counts, peer_views, round_views, run_view
 from moshpitd.errors import ConfigError, Unreachable
 from moshpitd.net.identity import Identity
@@ -256,9 +256,11 @@ class Node:
 
     # -- runs -------------------------------------------------------------------------------------
 
-    def run(self, name: str) -> Run:
-        """The run of that name, made at its first trainer."""
+    def run(self, name: str, codec: str = "", *, feedback: bool = True) -> Run:
+        """The run of that name, made at its first trainer, whose `codec` it keeps (empty: that of
+        the settings, and with it their error feedback)."""
         run = self.runs.get(checked_run_name(name))
+        check_codec(name, codec, "" if run is None else run.driver.peer.codec)
         if run is not None:
             return run
         if self.draining.is_set():
@@ -276,13 +278,14 @@ class Node:
             self.peer_id,
             random.Random(),
             run=name,
-            codec=averaging.codec,
+            codec=codec or averaging.codec,
             sequence=int(time.time() * 1000),
         )
         driver = Driver(peer, self)
         ground = Ground(
             exchange=exchange,
-            codec=averaging.codec,
+            codec=codec or averaging.codec,
+            feedback=feedback if codec else None,
             part_bytes=averaging.part_bytes,
             buffers_dir=self.paths.buffers_dir,
             data_dir=self.paths.data_dir,

@@ -62,7 +62,9 @@ FLUSH_S = 5.0
 class Store(Protocol):
     """What a run needs of the exchange. The three marked calls block and run in a thread."""
 
-    def add_run(self, name: str, layout: Layout, codec: str) -> None: ...
+    def add_run(
+        self, name: str, layout: Layout, codec: str, *, feedback: bool | None = None
+    ) -> None: ...
     def remove_run(self, name: str) -> None: ...
     def add_bucket(self, name: str, trainer: str, bucket: Bucket) -> None: ...
     def remove_bucket(self, name: str, trainer: str) -> None: ...
@@ -79,6 +81,7 @@ class Ground:
 
     exchange: Store
     codec: str
+    feedback: bool | None  # None: as the settings say
     part_bytes: int
     buffers_dir: Path
     data_dir: Path
@@ -213,7 +216,8 @@ class Run:
                 )
             self._ground.exchange.remove_run(self.name)
             self.layout = None
-        self._ground.exchange.add_run(self.name, layout, self._ground.codec)
+        ground = self._ground
+        ground.exchange.add_run(self.name, layout, ground.codec, feedback=ground.feedback)
         self.layout = layout
 
     def _expect_hold(self, name: str) -> None:

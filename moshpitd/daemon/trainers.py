@@ -18,6 +18,7 @@ from moshpitd.core.params import Params
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.errors import TrainerError
 from moshpitd.rpc.status import refusal
+from moshpitd.tensors.codecs import CODECS
 from moshpitd.tensors.layout import Layout, TensorSpec
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -139,6 +140,18 @@ def checked_run_name(name: str) -> str:
             "beginning with a letter or digit",
         )
     return name
+
+
+def check_codec(run: str, codec: str, known: str) -> None:
+    """A run has one codec. Empty asks for none; `known` is empty while the run does not exist."""
+    if codec and codec not in CODECS:
+        raise refusal(
+            "codec_refused", f"run {run!r}: codec {codec[:40]!r}, expected {', '.join(CODECS)}"
+        )
+    if codec and known and codec != known:
+        raise refusal(
+            "codec_differs", f"run {run!r} travels as {known} on this node, not as {codec}"
+        )
 
 
 def checked_timeout(timeout_s: float) -> float:

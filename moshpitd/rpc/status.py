@@ -28,6 +28,7 @@ CODES = {
     "bad_run": "INVALID_ARGUMENT",
     "bad_tensor": "INVALID_ARGUMENT",
     "dtype_refused": "INVALID_ARGUMENT",
+    "codec_refused": "INVALID_ARGUMENT",
     "shape_refused": "INVALID_ARGUMENT",
     "no_tensors": "INVALID_ARGUMENT",
     "weight_out_of_range": "INVALID_ARGUMENT",
@@ -39,6 +40,7 @@ CODES = {
     "not_finite": "INVALID_ARGUMENT",
     # right request, wrong world
     "schema_differs": "FAILED_PRECONDITION",
+    "codec_differs": "FAILED_PRECONDITION",
     "schema_changed": "FAILED_PRECONDITION",
     "run_differs": "FAILED_PRECONDITION",
     "bucket_unreachable": "FAILED_PRECONDITION",

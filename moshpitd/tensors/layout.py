@@ -221,6 +221,17 @@ class Layout:
         at = bisect_right(region.starts, first + element) - 1
         return self.specs[region.members[at]].name
 
+    def names_in(self, part: Part) -> frozenset[str]:
+        """The tensors that the part holds at least one element of."""
+        region = next(region for region in self.regions if region.dtype == part.dtype)
+        first = (part.offset_bytes - region.offset_bytes) // DTYPES[part.dtype].itemsize
+        found = set()
+        for member, start in zip(region.members, region.starts, strict=True):
+            spec = self.specs[member]
+            if max(start, first) < min(start + spec.numel, first + part.numel):
+                found.add(spec.name)
+        return frozenset(found)
+
     def _check_buffer(self, buffer: Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < self.nbytes:
             raise LocalProtocolError(

@@ -31,7 +31,7 @@ PART_ELEMENTS = (1 << 20) // 4  # a part of the daemon: 1 MiB of float32
 class Cut(Enum):
     """Which elements share a scale, on the way to the servers and back."""
 
-    PARTS = "parts"  # the daemon's: pieces of 1 MiB both ways
+    PARTS = "parts"  # the daemon's: pieces of 1 MiB both ways; a server's own travels nowhere
     TENSORS = "tensors"  # one tensor, one scale (EF-SignSGD)
     DEEPSPEED = "deepspeed"  # whole padded buffer on the way in, n chunks on the way back
     BAGUA = "bagua"  # n chunks both ways, padded to a multiple of n
@@ -226,13 +226,18 @@ class CodedAverage:
         sizes, dtype = [first[name].numel() for name in names], dtype_name(first[names[0]].dtype)
         numel = sum(sizes)
         size, pieces, served = self.arithmetic.spans(sizes, len(members))
+        servers = [members[index % len(members)] for index in range(len(served))]
         sent = {
             peer: self._send(
-                number, peer, pad(flattened(one.tensors, names), size), pieces=pieces, dtype=dtype
+                number,
+                peer,
+                pad(flattened(one.tensors, names), size),
+                pieces=pieces,
+                raw=[self.arithmetic.cut is Cut.PARTS and server == peer for server in servers],
+                dtype=dtype,
             )
             for peer, one in inside.items()
         }
-        servers = [members[index % len(members)] for index in range(len(served))]
         self._count(members, inside, served=list(zip(served, servers, strict=True)), dtype=dtype)
         self._move_debts(dict(zip(served, servers, strict=True)), dtype)
         weights = [float(one.weight) for one in inside.values()]
@@ -254,11 +259,20 @@ class CodedAverage:
         return {peer: values[:numel] for peer, values in sent.items()}, torch.cat(result)[:numel]
 
     def _send(
-        self, number: int, peer: int, values: Tensor, *, pieces: list[Span], dtype: str
+        self,
+        number: int,
+        peer: int,
+        values: Tensor,
+        *,
+        pieces: list[Span],
+        raw: list[bool],
+        dtype: str,
     ) -> Tensor:
         def compress(carried: Tensor) -> Tensor:
             coded = [
-                self.arithmetic.code(
+                carried[start:stop]
+                if raw[min(index, len(raw) - 1)]
+                else self.arithmetic.code(
                     self.coding.codec,
                     carried[start:stop],
                     self.arithmetic.draw(self.name, number, peer=peer, piece=index, result=False),

@@ -34,7 +34,7 @@ class Trainer:
     path: list[Tensor] = field(default_factory=list)
 
     def step(self, gradient: Gradient) -> None:
-        self.x.grad = gradient(self.peer, self.steps, self.x.detach())
+        self.x.grad = gradient(self.peer, self.steps, self.x.detach()).clone()
         self.optimizer.step()
         self.steps += 1
         self.path.append(self.x.detach().clone())

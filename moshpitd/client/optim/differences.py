@@ -65,12 +65,13 @@ class Replicas:
             known = peer in self.knows
             self.copies[peer] = _sum(message.full, message.tensors)
             self._inboxes[peer] = choco.resynced(message.sequence + 1)
-            # A full copy that we did not need: it has lost ours, and gets it next time.
-            if known:
-                self.knows.discard(peer)
-            else:
+            if not known:
                 self.knows.add(peer)
-            return True
+                return True
+            # A full copy that we did not need: it has lost ours, so that it cannot use this edge
+            # now. Nor do we, and it gets ours in full next time.
+            self.knows.discard(peer)
+            return False
         arrival, inbox = choco.arrive(self._inboxes.get(peer, Inbox(broken=True)), message.sequence)
         if arrival is not Arrival.APPLY:
             self.forget(peer)

@@ -111,7 +111,8 @@ class ByteGrad(GradientAllReduce):
 
 
 class QSGD(GradientAllReduce):
-    """QSGD data parallel (Alistarh et al. 2017): unbiased stochastic rounding, 8 bits, both ways."""
+    """QSGD data parallel (Alistarh et al. 2017): unbiased stochastic rounding to 8 bits, both
+    ways."""
 
     algorithm = "qsgd"
     codec = "qsgd"

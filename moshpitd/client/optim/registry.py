@@ -7,12 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from moshpitd.client.optim.bagua import CUBE, QAdam
+from moshpitd.client.optim.diana import ADIANA, DIANA, VRDIANA
 from moshpitd.client.optim.differences import DCD, ChocoSGD
 from moshpitd.client.optim.distributed import SwarmOptimizer
+from moshpitd.client.optim.feedback import ECSGD, ECSGDDiana, EFSignSGD
 from moshpitd.client.optim.gossip import ADPSGD, DPSGD, GossipSGD, StochasticGradientPush
+from moshpitd.client.optim.marina import MARINA, PPMARINA
 from moshpitd.client.optim.mean_gradient import NUQSGD, QSGD
 from moshpitd.client.optim.onebit import OneBitAdam, OneBitLamb
 from moshpitd.client.optim.zero_one import ZeroOneAdam
+from moshpitd.client.session import Session
+from moshpitd.client.swarm import SwarmOfDaemons
 from moshpitd.errors import ConfigError
 
 FAMILIES: tuple[type[SwarmOptimizer], ...] = (
@@ -29,6 +34,14 @@ FAMILIES: tuple[type[SwarmOptimizer], ...] = (
     DCD,
     QSGD,
     NUQSGD,
+    EFSignSGD,
+    ECSGD,
+    ECSGDDiana,
+    DIANA,
+    VRDIANA,
+    ADIANA,
+    MARINA,
+    PPMARINA,
 )
 ALGORITHMS: dict[str, type[SwarmOptimizer]] = {kind.algorithm: kind for kind in FAMILIES}
 
@@ -36,9 +49,11 @@ ALGORITHMS: dict[str, type[SwarmOptimizer]] = {kind.algorithm: kind for kind in 
 def by_name(name: str, params: Iterable[Any], swarm: object, **options: Any) -> SwarmOptimizer:
     """The optimizer called `name` over `params` (parameters, or param groups).
 
-    `swarm` is whatever offers the primitives that it needs: `SwarmOfDaemons(session)`, or a peer of
-    `testing.ArithmeticSwarm`. Options are the class's keywords; a wrong one is ConfigError.
+    `swarm` is whatever offers the primitives that it needs: a session, `SwarmOfDaemons(session)`
+    with options of its own, or a peer of `testing.ArithmeticSwarm`. Options are the class's
+    keywords; a wrong one is ConfigError.
     """
+    swarm = SwarmOfDaemons(swarm) if isinstance(swarm, Session) else swarm
     kind = ALGORITHMS.get(name)
     if kind is None:
         raise ConfigError(
