@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moshpitd.core.census import Census
 from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
@@ -31,12 +32,15 @@ class Heard:
 
 
 class Swarm:
-    """Invariant: at most one entry per peer, never ourselves, at most `max_candidates` entries."""
+    """Invariant: at most one entry per peer, never ourselves, at most `max_candidates` entries;
+    each census counts exactly the entries of its schema that are not lost."""
 
     def __init__(self, params: Params, me: str) -> None:
         self.params = params
         self.me = me
         self.heard: dict[str, Heard] = {}
+        self._census: dict[bytes, Census] = {}
+        self._live: dict[bytes, list[Heard]] = {}  # as `live` last gave it; dropped on any change
 
     def hear(self, record: Record, now: float, *, direct: bool) -> bool:
         """Learn a record; True if the peer was unknown or had been lost."""
@@ -48,17 +52,17 @@ class Swarm:
                 return False
             never = float("-inf")
             at = now if direct else never
-            self.heard[record.peer_id] = Heard(record, now, direct_at=at, stated_at=at)
+            entry = self.heard[record.peer_id] = Heard(record, now, direct_at=at, stated_at=at)
+            self._count(entry)
             return True
-        newer = record.sequence > entry.record.sequence
         was_lost = entry.lost is not None
         if record.round > entry.record.round:
             entry.missed = 0  # it moves again
-        if direct or newer:
+        if direct or record.sequence > entry.record.sequence:
             # A peer's own words hold whatever their number: it may have lost its counter in a
             # crash.
-            entry.record, entry.heard_at = record, now
-            entry.lost = None
+            self._replace(entry, record)
+            entry.heard_at = now
         if direct:
             entry.direct_at = entry.stated_at = now
         return was_lost and entry.lost is None
@@ -68,20 +72,26 @@ class Swarm:
         for peer_id in members:
             entry = self.heard.get(peer_id)
             if entry is not None and entry.record.version < version:
-                entry.record = replace(entry.record, version=version)
+                newer = replace(entry.record, version=version)
+                if entry.lost is None:
+                    self._census[newer.schema].exchange(entry.record, newer)
+                entry.record = newer
 
     def alive(self, peer_id: str, now: float) -> None:
         """The peer spoke (a message without a record)."""
         entry = self.heard.get(peer_id)
         if entry is not None:
             entry.heard_at = entry.direct_at = now
-            entry.lost = None
+            if entry.lost is not None:
+                entry.lost = None
+                self._count(entry)
 
     def lose(self, peer_id: str, reason: Reason) -> bool:
         """The peer is gone until it is heard again; True if it counted as alive."""
         entry = self.heard.get(peer_id)
         if entry is None or entry.lost is not None:
             return False
+        self._discount(entry)
         entry.lost = reason
         return True
 
@@ -91,7 +101,7 @@ class Swarm:
             p for p, entry in self.heard.items() if now - entry.heard_at > self.params.heard_fresh_s
         ]
         for peer_id in old:
-            del self.heard[peer_id]
+            self._forget(peer_id)
         return old
 
     def strike(self, peer_id: str, now: float) -> None:
@@ -110,12 +120,19 @@ class Swarm:
 
     def live(self, schema: bytes) -> list[Heard]:
         """Peers that are not known to be gone and train the same tensors, in order of first
-        hearing."""
-        return [
-            entry
-            for entry in self.heard.values()
-            if entry.lost is None and entry.record.schema == schema
-        ]
+        hearing. Not to be changed by the caller."""
+        known = self._live.get(schema)
+        if known is None:
+            known = self._live[schema] = [
+                entry
+                for entry in self.heard.values()
+                if entry.lost is None and entry.record.schema == schema
+            ]
+        return known
+
+    def census(self, schema: bytes) -> Census:
+        """What the live peers that train the same tensors say, added up."""
+        return self._census.get(schema) or Census()
 
     def lines(self, members: dict[str, bool]) -> list[tuple[Record, float, str, str]]:
         """(record, heard at, member | heard | lost, note) of everybody known."""
@@ -129,20 +146,33 @@ class Swarm:
     def round_number(self, own: int, shape: Shape, schema: bytes) -> int:
         """The upper median of the round numbers heard (our own among them) if that is ahead of
         ours."""
-        rounds = [own, *(e.record.round for e in self.live(schema) if e.record.shape == shape)]
-        return max(own, upper_median(rounds))
+        return max(own, self.census(schema).median_round(own, shape))
 
     def median_version(
         self, own: int, lineage: Lineage, schema: bytes, *, since: float = float("-inf")
     ) -> tuple[int, int]:
         """(upper median of the versions heard in this lineage, ours among them; number of others
         heard)."""
+        if since == float("-inf"):
+            return self.census(schema).median_version(own, lineage.digest)
         versions = [
             e.record.version
             for e in self.live(schema)
             if same_lineage(e.record.lineage, lineage) and e.stated_at >= since
         ]
         return upper_median([own, *versions]), len(versions)
+
+    def too_far_ahead(
+        self, version: int, own: int, lineage: Lineage, schema: bytes, *, since: float
+    ) -> bool:
+        """Does it claim more than `max_version_lag` above the median of those that stated theirs
+        `since`? Two others are too few to tell."""
+        lag = self.params.max_version_lag
+        lowest = self.census(schema).lowest_version(lineage.digest)
+        if version - min(own, own if lowest is None else lowest) <= lag:
+            return False  # no median of these is lower than their lowest
+        median, others = self.median_version(own, lineage, schema, since=since)
+        return others >= 3 and version - median > lag
 
     def winning_lineage(self, own: Lineage, own_version: int, schema: bytes) -> Lineage:
         """The one lineage that may average: confirmed by two peers before not, then the highest
@@ -151,23 +181,7 @@ class Swarm:
         The version that counts for a lineage is the second highest claimed in it (the highest where
         only one peer speaks for it), so one liar cannot lift a lineage over the others.
         """
-        claims: dict[bytes, tuple[Lineage, list[int]]] = {own.digest: (own, [own_version])}
-        for entry in self.live(schema):
-            lineage = entry.record.lineage
-            held, versions = claims.setdefault(lineage.digest, (lineage, []))
-            versions.append(entry.record.version)
-            if lineage.founder < held.founder:  # the same state under two founders is one lineage
-                claims[lineage.digest] = (lineage, versions)
-
-        def rank(claim: tuple[Lineage, list[int]]) -> tuple[bool, int]:
-            ordered = sorted(claim[1], reverse=True)
-            return len(ordered) >= 2, ordered[min(1, len(ordered) - 1)]
-
-        best = max(rank(claim) for claim in claims.values())
-        return min(
-            (claim[0] for claim in claims.values() if rank(claim) == best),
-            key=lambda it: (it.founder, it.digest),
-        )
+        return self.census(schema).winner(own, own_version)
 
     def _make_room(self, now: float) -> bool:
         """Drop the entry that is lost or, failing that, stalest; a struck-out peer keeps its entry
@@ -181,8 +195,41 @@ class Swarm:
             ]
         if not gone:
             return False
-        del self.heard[min(gone)[2]]
+        self._forget(min(gone)[2])
         return True
+
+    def _forget(self, peer_id: str) -> None:
+        entry = self.heard[peer_id]
+        if entry.lost is None:
+            self._discount(entry)
+        del self.heard[peer_id]
+
+    def _replace(self, entry: Heard, record: Record) -> None:
+        """`record` is what the peer says now, and it lives."""
+        old = entry.record
+        if entry.lost is None and old.schema == record.schema:
+            self._census[old.schema].exchange(old, record)
+            entry.record = record
+            return
+        if entry.lost is None:
+            self._discount(entry)
+        entry.record, entry.lost = record, None
+        self._count(entry)
+
+    def _count(self, entry: Heard) -> None:
+        schema = entry.record.schema
+        self._live.pop(schema, None)
+        census = self._census.get(schema)
+        if census is None:
+            census = self._census[schema] = Census()
+        census.add(entry.record)
+
+    def _discount(self, entry: Heard) -> None:
+        schema = entry.record.schema
+        self._live.pop(schema, None)
+        self._census[schema].remove(entry.record)
+        if not self._census[schema].claims:
+            del self._census[schema]
 
 
 def same_lineage(a: Lineage, b: Lineage) -> bool:
