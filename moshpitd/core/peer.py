@@ -400,7 +400,7 @@ class Peer:
         if work is None:
             return
         if work.attempt is not None and event.key == work.attempt.key:
-            self.conductor.add_candidates(work.attempt, now)
+            self.conductor.meeting.add_candidates(work.attempt, now)
             took = (
                 self.state.presence.look_up_took
                 if is_flat(self.state.place.shape)

@@ -12,17 +12,14 @@ from dataclasses import dataclass, field, replace
 from moshpitd.core import events as ev
 from moshpitd.core.allreduce import Round
 from moshpitd.core.catchup import CatchUp, adopted
-from moshpitd.core.effects import Announce, Finish, LoadSnapshot, RefreshSnapshot, Send
-from moshpitd.core.grid import is_flat
+from moshpitd.core.effects import Finish, LoadSnapshot, RefreshSnapshot, Send
+from moshpitd.core.ending import badness, seen_by
 from moshpitd.core.matchmaking import Attempt
+from moshpitd.core.meeting import Meeting
 from moshpitd.core.messages import Hello
-from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
+from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.state import State
 from moshpitd.core.swarm import same_lineage
-
-MISSED = 2
-"""Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
-"""
 
 CATCH_UPS = 3
 """Catch-ups within one call: lineages that keep overtaking each other must not keep a trainer
@@ -67,6 +64,7 @@ class Conductor:
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self.meeting = Meeting(state)
         self.work: Work | None = None
         self.lingering: list[Round] = []
 
@@ -118,7 +116,7 @@ class Conductor:
             self._caught_up(work, work.catch_up, now)
             return True
         if work.attempt is not None:
-            work.attempt.unsettled = self._unsettled()
+            work.attempt.unsettled = self.meeting.unsettled()
             work.attempt.tick(now)
             self.state.collect(work.attempt.effects)
             if not work.attempt.over and work.catch_ups < CATCH_UPS and self.state.behind():
@@ -223,84 +221,19 @@ class Conductor:
             self.attempt(work, now)
 
     def attempt(self, work: Work, now: float) -> None:
-        self.state.place.prepare(self.state.swarm, self.state.record.schema, self.state.rng, now)
-        for shape in self.state.place.changes:
-            self.state.note("shape_adopted", epoch=shape.epoch, sides=list(shape.sides))
-        self.state.place.changes.clear()
+        work.phase_at = now
+        attempt = self.meeting.attempt(work.weight, deadline_at=work.deadline_at, now=now)
         if not work.rounds_left:
             asked = [call.rounds for call in work.calls]
             work.rounds_left = max(asked) if all(asked) else len(self.state.place.shape.sides)
-        record = self.state.presence.update(
-            round=self.state.place.round,
-            coordinates=self.state.place.coordinates,
-            shape=self.state.place.shape,
-        )
-        self.state.attempts += 1
-        work.phase_at = now
-        key = self.state.place.key()
-        flat = is_flat(self.state.place.shape)
-        attempt = Attempt(
-            params=self.state.params,
-            me=record,
-            key=key,
-            number=self.state.attempts,
-            weight=work.weight,
-            newcomer=self.state.newcomer,
-            nonce=self.state.rng.getrandbits(63),
-            started=now,
-            deadline_at=min(work.deadline_at, now + self.state.params.attempt_timeout_s),
-            call_ends_at=work.deadline_at,
-            expected=self.state.place.expected(),
-            codec=self.state.codec,
-            looked_up=flat and self.state.presence.fresh(now),
-            settle_until=self.state.presence.found_at
-            + max(self.state.params.settle_s, self.state.presence.look_up_took),
-        )
         work.attempt = attempt
-        self.state.note("attempt_started", key=key, round=self.state.place.round)
-        self.add_candidates(attempt, now)
-        for leader, (invited_key, until) in list(self.state.invites.items()):
-            if until <= now:
-                del self.state.invites[leader]
-            elif invited_key == key and leader in attempt.candidates:
-                attempt.waiting[leader] = until
-        if flat:
-            if not attempt.looked_up:
-                self.state.presence.look_up(now)
-        else:
-            self.state.effects.append(Announce(key, record, self.state.params.ttl_s))
-            if self.state.place.small(self.state.swarm, record.schema):
-                for entry in self.state.swarm.live(record.schema):
-                    self.state.effects.append(
-                        Send(entry.record.peer_id, Hello(record, answer=True))
-                    )
-        attempt.unsettled = self._unsettled()
-        attempt.start(now)
-        self.state.collect(attempt.effects)
-
-    def add_candidates(self, attempt: Attempt, now: float) -> None:
-        for entry in self.state.swarm.live(self.state.record.schema):
-            record = entry.record
-            if (
-                not self.state.place.meets(record)
-                or self.state.refuse(record, now) is Reason.STRIKES
-            ):
-                continue  # one of another lineage is still worth asking: it may hold ours by now
-            attempt.add(record, now, waited_for=entry.missed < MISSED)
-
-    def _unsettled(self) -> int:
-        place, schema = self.state.place, self.state.record.schema
-        if not place.small(self.state.swarm, schema):
-            return 1
-        late = place.unsettled(self.state.swarm, schema)
-        return sum(1 for entry in late if entry.missed < MISSED)
 
     def _attempted(self, work: Work, attempt: Attempt, now: float) -> None:
         """Matchmaking is over: a group, or nobody."""
         work.attempt = None
         self._end_phase(work, "matchmaking", now)
         # A call that ended before its window says nothing about whom it would have waited for.
-        for peer_id in attempt.waited_in_vain() if now < work.deadline_at else []:
+        for peer_id in attempt.candidates.waited_in_vain() if now < work.deadline_at else []:
             entry = self.state.swarm.heard.get(peer_id)
             if entry is not None:
                 entry.missed += 1
@@ -394,7 +327,7 @@ class Conductor:
             shape=self.state.place.shape,
         )
         work.rounds_left -= 1
-        if work.worst is None or _badness(outcome) >= _badness(work.worst):
+        if work.worst is None or badness(outcome) >= badness(work.worst):
             work.worst = outcome
         go_on = (
             outcome.status is not Status.FAILED and work.rounds_left > 0 and now < work.deadline_at
@@ -419,7 +352,7 @@ class Conductor:
     def _refresh(self, work: Work, outcome: Outcome) -> None:
         """The donor copy follows the result, from a bucket whose trainer lives and holds it."""
         for call in work.calls:
-            if call.trainer in self.state.trainers and _for(call, outcome).accepted:
+            if call.trainer in self.state.trainers and seen_by(call, outcome).accepted:
                 self.state.effects.append(RefreshSnapshot(self.state.version, call.trainer))
                 # In order: what is asked of the copy next meets the new one.
                 self.state.donor.holds(self.state.version, self.state.donor.witnesses)
@@ -448,7 +381,7 @@ class Conductor:
             loaded_snapshot=work.loaded,
             seconds=tuple(work.seconds.items()),
         )
-        takers = [_for(call, outcome).accepted for call in work.calls]
+        takers = [seen_by(call, outcome).accepted for call in work.calls]
         if work.accepted and not any(takers):
             # Nobody takes it, so nobody here holds that average.
             self.state.presence.update(version=work.version_before)
@@ -473,7 +406,7 @@ class Conductor:
                 took=now - work.started,
             )
         for call in work.calls + work.late:
-            self.state.effects.append(Finish(call.token, call.trainer, _for(call, outcome)))
+            self.state.effects.append(Finish(call.token, call.trainer, seen_by(call, outcome)))
         for sync in work.syncs:
             self.state.effects.append(Finish(sync.token, sync.trainer, outcome))
         if self.state.draining:
@@ -482,19 +415,3 @@ class Conductor:
     def _end_phase(self, work: Work, phase: str, now: float) -> None:
         work.seconds[phase] = work.seconds.get(phase, 0.0) + max(0.0, now - work.phase_at)
         work.phase_at = now
-
-
-def _for(call: ev.Contributed, outcome: Outcome) -> Outcome:
-    """The outcome as this caller's options see it."""
-    if not outcome.accepted or outcome.loaded_snapshot:
-        return outcome
-    if outcome.participants < call.min_participants:
-        reason = outcome.reason if outcome.status is Status.ALONE else Reason.TOO_FEW
-        return replace(outcome, accepted=False, reason=reason)
-    if outcome.status is Status.PARTIAL and call.on_partial is not OnPartial.ACCEPT:
-        return replace(outcome, accepted=False)
-    return outcome
-
-
-def _badness(outcome: Outcome) -> int:
-    return (Status.COMPLETE, Status.ALONE, Status.PARTIAL, Status.FAILED).index(outcome.status)
