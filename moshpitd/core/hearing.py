@@ -5,11 +5,14 @@ One rule: a record changes what is known, never what was promised.
 
 from __future__ import annotations
 
+from heapq import nsmallest
+
 from moshpitd.core import events as ev
-from moshpitd.core.effects import LookUp, Send
-from moshpitd.core.grid import PEERS_KEY, is_flat
+from moshpitd.core.effects import Send
 from moshpitd.core.messages import Hello, Record
 from moshpitd.core.outcome import Reason
+from moshpitd.core.placing import TOLD
+from moshpitd.core.shards import hash_of
 from moshpitd.core.soundness import is_sane
 from moshpitd.core.state import State
 from moshpitd.core.swarm import first_difference
@@ -20,60 +23,67 @@ class Hearing:
     """Invariant: everything learned of a peer reaches the swarm before the work that runs."""
 
     def __init__(self, state: State, conductor: Conductor) -> None:
-        self.state, self.conductor = state, conductor
+        self.state, self.conductor, self.meeting = state, conductor, conductor.meeting
 
-    def record(self, record: Record, now: float, *, direct: bool) -> None:
+    def record(self, record: Record, now: float, *, direct: bool, few: bool = True) -> None:
+        """A record that is sane. `few`: it came alone, or with so few others that all are told of
+        us."""
         if self.state.swarm.hear(record, now, direct=direct):
             self.state.note("peer_heard", record.peer_id)
-            if not direct and self.state.presence.present:
+            if not direct and self.state.presence.present and (few or self.meeting.is_here(record)):
                 # A look-up told us of it; this tells it of us, so that both sides know each other
                 # at once, also one with another schema, which is to be told apart by both.
                 self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
         attempt = self.conductor.work.attempt if self.conductor.work is not None else None
-        place = self.state.place
-        ours = record.schema == self.state.record.schema
-        here = ours and record.round == place.round and place.meets(record)
-        if attempt is not None and attempt.expected and here:
+        if attempt is not None and self.meeting.is_here(record):
             attempt.add(record, now)  # it stands in our line this round
+        self._compare(record)
+
+    def _compare(self, record: Record) -> None:
+        """Say once in which tensor a peer of another schema differs."""
         entry = self.state.swarm.heard.get(record.peer_id)
-        if entry is not None and record.schema == self.state.record.schema:
+        if entry is None:
+            return
+        if record.schema == self.state.record.schema:
             entry.note = ""
-        if (
-            entry is not None
-            and self.state.record.schema
-            and record.schema != self.state.record.schema
-            and not entry.note
-        ):
+        elif self.state.record.schema and not entry.note:
             entry.note = first_difference(self.state.record.schema_text, record.schema_text)
             self.state.note("refused", record.peer_id, Reason.SCHEMA, detail=entry.note)
 
     def found(self, event: ev.Found, now: float) -> None:
-        for record in event.records:
-            if record.peer_id != self.state.peer_id and is_sane(record):
-                self.record(record, now, direct=False)
-        if event.key == PEERS_KEY:
+        swarm = self.state.swarm
+        few = len(event.records) <= TOLD and not self.meeting.count.depth
+        for record in self._sample(event.records):
+            if swarm.is_news(record) and is_sane(record):
+                self.record(record, now, direct=False, few=few)
+        self.meeting.found(event, now)
+        ours = event.key == self.state.presence.key
+        if ours:
             self.state.presence.found(now, ok=event.ok)
         work = self.conductor.work
-        if work is None:
-            return
-        if work.attempt is not None and event.key == work.attempt.key:
-            self.conductor.meeting.add_candidates(work.attempt, now)
-            took = (
-                self.state.presence.look_up_took
-                if is_flat(self.state.place.shape)
-                else now - work.attempt.started
-            )
-            work.attempt.found(now, look_up_took=took)
-        if work.catch_up is not None and event.key == PEERS_KEY:
+        if work is not None and work.attempt is not None and event.key == work.attempt.key:
+            self.meeting.add_candidates(work.attempt, now)
+            if not work.attempt.looked_up:
+                took = self.state.presence.look_up_took if ours else now - work.attempt.started
+                work.attempt.found(now, look_up_took=took)
+        if work is not None and work.catch_up is not None and ours:
             work.catch_up.found(now)
+        if work is None or work.attempt is None:
+            self.meeting.arrange(now)
+
+    def _sample(self, records: tuple[Record, ...]) -> tuple[Record, ...]:
+        """Of a long answer, as many as are worth remembering: those that will be in our shard,
+        which are other ones for other peers."""
+        keep = self.state.params.max_candidates // 2
+        if len(records) <= keep:
+            return records
+        own = hash_of(self.state.peer_id)
+        return tuple(nsmallest(keep, records, key=lambda it: hash_of(it.peer_id) ^ own))
 
     def announced(self, event: ev.Announced, now: float) -> None:
-        if event.key == PEERS_KEY:
+        if event.key == self.state.presence.key:
             self.state.presence.stored(now)
-        attempt = self.conductor.work.attempt if self.conductor.work is not None else None
-        if attempt is not None and event.key == attempt.key and event.key != PEERS_KEY:
-            # Only now: of two peers that store before they look up, at least one finds the other.
-            self.state.effects.append(LookUp(event.key))
+        self.meeting.announced(event.key)
 
     def lose(self, peer_id: str, reason: Reason, now: float) -> None:
         if self.state.swarm.lose(peer_id, reason):

@@ -197,7 +197,7 @@ class Peer:
             len(current.group.members),
             current.parts_done(),
             len(self.state.part_sizes),
-            self.state.place.round,
+            current.group.round,
         )
 
     def peers(self) -> list[tuple[Record, float, str, str]]:

@@ -1,9 +1,10 @@
 """Where a peer stands: the grid's shape, its own cell, and the round number.
 
-The shape carries an epoch. Peers adopt the highest epoch heard from two peers (from one where only
-one other is known) and propose a new one only when the number of peers has left a band around the
-number the shape was made for, three attempts in a row: two independent estimates of N agree on
-ceil(sqrt N) too seldom to let everybody recompute it.
+The shape carries an epoch. A peer adopts the highest epoch that two peers hold, or one peer and its
+own count of the run: that is a second witness. It proposes a new one only when the number of peers
+has left a band around the number the shape was made for, three rounds in a row or by far: two
+independent estimates of N agree on ceil(sqrt N) too seldom to let everybody recompute it. In a
+large run only a few, drawn by hash, propose at all, and after a survey of more shards.
 
 One rule: nothing here sends anything; a shape spreads because it stands in every record.
 """
@@ -11,20 +12,38 @@ One rule: nothing here sends anything; a shape spreads because it stands in ever
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import log2, prod
 
 from moshpitd.core.grid import axis_of, cell, is_flat, meeting_key, rekey, sides_for
+from moshpitd.core.headcount import Headcount
 from moshpitd.core.messages import Group, Record, Shape
 from moshpitd.core.params import Params
+from moshpitd.core.shards import draw, position
 from moshpitd.core.swarm import Heard, Swarm
 
 BAND = 0.15
 """Relative change of N that a shape tolerates: estimates from the directory are that noisy."""
 
 PATIENCE = 3
-"""Attempts in a row outside the band before a new shape is proposed: one bad look-up must not
+"""Rounds in a row outside the band before a new shape is proposed: one bad look-up must not
 reshape a swarm."""
+
+FAR = 0.4
+"""A change this large is no noise of a count of 120 peers (four standard deviations): no patience
+is needed."""
+
+WITNESS = 0.35
+"""How far a shape's cells may be from our own count for the count to confirm a single voice."""
+
+ELECTED = 4.0
+"""Peers expected to propose one epoch of a large run: one may die or fail its survey; it doubles
+with every round in which nobody did."""
+
+MARGIN = 0.95
+"""Cells per peer counted in a survey: a grid a little too small is as even as one a little too
+large, and its lines are full."""
 
 TOLD = 32
 """Peers told of our cell before each round on a grid: some milliseconds of messages, against a
@@ -42,6 +61,16 @@ COLLISION_FRESH_S = 5.0
 round."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a place is chosen by: the others, as far as they are known and counted."""
+
+    swarm: Swarm
+    schema: bytes
+    count: Headcount
+    rng: random.Random
+
+
 @dataclass(slots=True)
 class Place:
     """Invariant: one coordinate per side, each inside its side."""
@@ -51,34 +80,45 @@ class Place:
     shape: Shape = field(default_factory=Shape)
     coordinates: tuple[int, ...] = (0,)
     round: int = 0
+    peers: int = 1  # at the last preparation, ourselves among them
     made_for: int = 1
     outside: int = 0
+    counted_at: int = -1  # round in which `outside` was last counted
+    sparse: int = 0  # below half fill: how often the cells can be halved before they are
     lonely: int = 0  # attempts in a row that ended alone
+    survey_due: bool = False
     changes: list[Shape] = field(default_factory=list)
 
-    def prepare(self, swarm: Swarm, schema: bytes, rng: random.Random, now: float) -> None:
-        """Before an attempt: adopt or propose a shape, catch up with the round number, leave a
-        shared cell."""
-        live = swarm.live(schema)
-        self._adopt(live, rng)
-        self._propose(live, rng)
-        heard = swarm.round_number(self.round, self.shape, schema)
+    def prepare(self, sight: Sight, now: float) -> None:
+        """Before a meeting is arranged: adopt or propose a shape, catch up with the round number,
+        leave a shared cell."""
+        self.peers = sight.count.peers(sight.swarm, sight.schema)
+        self._adopt(sight)
+        self._propose(sight)
+        heard = sight.swarm.round_number(self.round, self.shape, sight.schema)
         # Within a sweep the others may just be done earlier than our line, which waits for us; out
         # of step is who is a sweep behind, or found nobody where it was.
         if self.lonely or heard - self.round >= len(self.shape.sides):
             self.round = heard
-        self._leave_shared_cell(live, rng, now)
+        self._leave_shared_cell(sight, now)
+        self.sparse = self._sparse()
 
     def key(self) -> str:
+        if self.sparse:
+            number = self._random_group(self.me)
+            return f"random/{self.shape.epoch}/{self.round}/{self.sparse}.{number}"
         return meeting_key(self.shape, self.coordinates, self.round)
 
     def expected(self) -> int:
-        """Members of a full group under our key; 0 in the flat group."""
-        return 0 if is_flat(self.shape) else self.shape.sides[axis_of(self.shape, self.round)]
+        """Members of a full group under our key; 0 where nobody can say."""
+        if is_flat(self.shape) or self.sparse:
+            return 0
+        return self.shape.sides[axis_of(self.shape, self.round)]
 
     def small(self, swarm: Swarm, schema: bytes) -> bool:
         """A grid so small that everybody tells everybody where it stands."""
-        return not is_flat(self.shape) and len(swarm.live(schema)) <= TOLD
+        known = len(swarm.live(schema))
+        return not is_flat(self.shape) and known <= TOLD and self.peers <= TOLD + 1
 
     def unsettled(self, swarm: Swarm, schema: bytes) -> list[Heard]:
         """Live peers still in an earlier round or without our grid: their next cell is not
@@ -91,27 +131,29 @@ class Place:
 
     def meets(self, record: Record) -> bool:
         """May that peer be under our key now?"""
+        shape = record.shape
         if is_flat(self.shape):
-            return is_flat(record.shape)
-        if record.shape != self.shape or len(record.coordinates) != len(self.coordinates):
+            return is_flat(shape)
+        if shape is not self.shape and shape != self.shape:
             return False
+        if self.sparse:
+            return self._random_group(record.peer_id) == self._random_group(self.me)
         axis = axis_of(self.shape, self.round)
-        return all(
-            i == axis or a == b
-            for i, (a, b) in enumerate(zip(self.coordinates, record.coordinates, strict=True))
-        )
+        ours, theirs = self.coordinates, record.coordinates
+        return ours[:axis] == theirs[:axis] and ours[axis + 1 :] == theirs[axis + 1 :]
 
     def finished(self, group: Group, index: int) -> None:
-        """A round is over: new coordinate, next axis. Also after an exchange that failed: all
-        members drew the same way. Shape and round are our own; only the seed is the group's."""
-        self.coordinates = rekey(
-            self.coordinates,
-            shape=self.shape,
-            round_number=self.round,
-            group_id=group.group_id,
-            index=index,
-            size=len(group.members),
-        )
+        """A group has begun: new coordinate, next axis. Also if its exchange fails: all members
+        drew the same way. Shape and round are our own; only the seed is the group's."""
+        if not group.key.startswith("random/"):
+            self.coordinates = rekey(
+                self.coordinates,
+                shape=self.shape,
+                round_number=self.round,
+                group_id=group.group_id,
+                index=index,
+                size=len(group.members),
+            )
         self.round += 1
         self.lonely = 0
 
@@ -120,47 +162,107 @@ class Place:
         self.round += 1
         self.lonely += 1
 
-    def _adopt(self, live: list[Heard], rng: random.Random) -> None:
+    def skip_to(self, rounds: Sequence[int]) -> None:
+        """Those we wanted to meet are in these rounds by now."""
+        self.round = max(self.round, sorted(rounds)[len(rounds) // 2])
+
+    def surveyed(self, peers: int, sight: Sight) -> None:
+        """The survey that was due is done."""
+        self.peers = peers
+        if self._far(peers) or self.outside >= PATIENCE:
+            self._reshape(max(1, round(MARGIN * peers)), sight)
+
+    # -- shapes
+
+    def _adopt(self, sight: Sight) -> None:
         if self.params.grid_sides:
             return
-        voices: dict[Shape, int] = {}
-        for entry in live:
-            voices[entry.record.shape] = voices.get(entry.record.shape, 0) + 1
-        needed = min(2, len(live))
-        good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
-        newer = [it for it in good if (it.epoch, it.sides) > (self.shape.epoch, self.shape.sides)]
+        voices, heard = sight.swarm.census(sight.schema).voices(), sight.swarm.heard
+        for peer_id, shape in sight.count.proposals.items():
+            if peer_id not in heard or heard[peer_id].record.shape != shape:
+                voices[shape] = voices.get(shape, 0) + 1
+        needed = min(2, len(sight.swarm.live(sight.schema)))
+        ours = (self.shape.epoch, self.shape.sides)
+        good = [
+            it
+            for it, n in voices.items()
+            if (n >= needed or ((it.epoch, it.sides) > ours and self._witnessed(it)))
+            and _valid(it, self.params)
+        ]
+        newer = [it for it in good if (it.epoch, it.sides) > ours]
         if newer:
-            self._take(max(newer, key=lambda it: (it.epoch, it.sides)), live, rng)
+            newest = max(newer, key=lambda it: (it.epoch, it.sides))
+            self._take(newest, sight)
         elif self.lonely >= LONELY and not voices.get(self.shape) and good:
             # We proposed a shape that nobody followed: the others' estimate did not leave the band.
-            self._take(max(good, key=lambda it: (voices[it], it.epoch, it.sides)), live, rng)
+            best = max(good, key=lambda it: (voices[it], it.epoch, it.sides))
+            self._take(best, sight)
 
-    def _propose(self, live: list[Heard], rng: random.Random) -> None:
-        peers = len(live) + 1
+    def _witnessed(self, shape: Shape) -> bool:
+        """Does our own count say the same as that shape? Only where it is a count of many."""
+        cells = prod(shape.sides)
+        return self.peers > EVERYONE and abs(cells - self.peers) <= WITNESS * self.peers
+
+    def _propose(self, sight: Sight) -> None:
         if self.params.grid_sides:
             if self.shape.epoch == 0:
-                self._take(Shape(1, self.params.grid_sides), live, rng)
+                self._take(Shape(1, self.params.grid_sides), sight)
             return
-        if is_flat(self.shape) and peers <= self.params.max_group:
-            self.outside = 0
+        if not self._outgrown():
             return
-        first = self.shape.epoch == 0
-        if not first and abs(peers - self.made_for) <= BAND * self.made_for:
-            self.outside = 0
+        many = self.peers > EVERYONE
+        if many and not self.proposes(self.shape.epoch + 1):
             return
-        sides = sides_for(peers, self.params.max_group)
-        self.outside += 1
-        if first or self.outside >= PATIENCE:
-            if sides == self.shape.sides:
-                self.made_for, self.outside = peers, 0
-                return
-            self._take(Shape(self.shape.epoch + 1, sides), live, rng)
+        if sight.count.depth:
+            self.survey_due = True
+        else:
+            self._reshape(self.peers, sight)
 
-    def _take(self, shape: Shape, live: list[Heard], rng: random.Random) -> None:
-        self.shape, self.made_for, self.outside = shape, len(live) + 1, 0
-        self.lonely = 0
-        self.changes.append(shape)
+    def _outgrown(self) -> bool:
+        """Has the number of peers left the band for long enough?"""
+        first = self.shape.epoch == 0
+        within = (is_flat(self.shape) and self.peers <= self.params.max_group) or (
+            not first and abs(self.peers - self.made_for) <= BAND * self.made_for
+        )
+        if within:
+            self.outside = 0
+            return False
+        if self.counted_at != self.round or not self.outside:
+            self.outside, self.counted_at = self.outside + 1, self.round
+        return first or self.outside >= PATIENCE or self._far(self.peers)
+
+    def _far(self, peers: int) -> bool:
+        """Only a count of many peers can be this sure after one look."""
+        return max(peers, self.made_for) > EVERYONE and not (
+            1 - FAR < peers / self.made_for < 1 + FAR
+        )
+
+    def proposes(self, epoch: int) -> bool:
+        """Are we one of the few that speak for this epoch?"""
+        patience = 1 if self._far(self.peers) or epoch <= 1 else PATIENCE
+        doublings = min(16, max(0, self.outside - patience))
+        return draw(self.me, epoch) * self.peers < ELECTED * (1 << doublings)
+
+    def _reshape(self, peers: int, sight: Sight) -> None:
+        sides = sides_for(peers, self.params.max_group)
+        if sides == self.shape.sides:
+            self.made_for, self.outside = self.peers, 0
+            return
+        self._take(Shape(self.shape.epoch + 1, sides), sight)
+
+    def _take(self, shape: Shape, sight: Sight) -> None:
+        live, count = sight.swarm.live(sight.schema), sight.count
         cells = prod(shape.sides)
+        self.shape, self.outside, self.lonely, self.survey_due = shape, 0, 0, False
+        # Our own count is the measure of later changes, if it can be that of this shape at all.
+        fits = self.peers <= EVERYONE or abs(cells - self.peers) <= WITNESS * self.peers
+        self.made_for = self.peers if fits else cells
+        self.changes.append(shape)
+        if self.peers > EVERYONE:
+            self.coordinates = cell(
+                int(position(self.me, count.shard, count.depth) * cells), shape.sides
+            )
+            return
         ids = sorted([self.me, *(entry.record.peer_id for entry in live)])
         settled = [e for e in live if e.record.shape == shape]
         taken = {entry.record.coordinates: True for entry in settled}
@@ -168,24 +270,37 @@ class Place:
         if len(ids) <= min(EVERYONE, cells) and dealt not in taken:
             self.coordinates = dealt  # those who deal at the same time deal the same way
         else:  # somebody stands there already, or there are too many to know: take a free cell
-            self.coordinates = self._free_cell(settled, rng)
+            self.coordinates = self._free_cell(settled, sight.rng)
 
-    def _leave_shared_cell(self, live: list[Heard], rng: random.Random, now: float) -> None:
+    # -- cells
+
+    def _sparse(self) -> int:
+        """A grid less than half full has more holes than lines: random groups mix faster. By powers
+        of two, so that peers whose counts differ a little still agree."""
+        if is_flat(self.shape) or self.params.grid_sides or self.peers <= EVERYONE:
+            return 0
+        return max(0, int(log2(prod(self.shape.sides) / self.peers)))
+
+    def _random_group(self, peer_id: str) -> int:
+        groups = max(1, (prod(self.shape.sides) >> self.sparse) // max(self.shape.sides))
+        return int(draw(peer_id, self.shape.epoch, self.round) * groups)
+
+    def _leave_shared_cell(self, sight: Sight, now: float) -> None:
         """Of two peers in one cell the higher PeerID moves, if a free cell is known."""
-        if is_flat(self.shape):
+        if is_flat(self.shape) or self.peers > EVERYONE:
             return
+        live = sight.swarm.live(sight.schema)
         for entry in live:
             record = entry.record
             if (
-                record.shape == self.shape
+                record.coordinates == self.coordinates
                 and record.round == self.round
-                and record.coordinates == self.coordinates
+                and record.shape == self.shape
                 and record.peer_id < self.me
                 and now - entry.direct_at <= COLLISION_FRESH_S
             ):
-                self.coordinates = self._free_cell(
-                    [e for e in live if e.record.shape == self.shape], rng
-                )
+                settled = [e for e in live if e.record.shape == self.shape]
+                self.coordinates = self._free_cell(settled, sight.rng)
                 return
 
     def _free_cell(self, settled: list[Heard], rng: random.Random) -> tuple[int, ...]:

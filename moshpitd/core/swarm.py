@@ -14,6 +14,10 @@ from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 
+FULL_S = 1.0
+"""With no room for a new peer, none is looked for again for so long: a directory answer may name a
+thousand."""
+
 
 @dataclass(slots=True)
 class Heard:
@@ -39,6 +43,7 @@ class Swarm:
         self.params = params
         self.me = me
         self.heard: dict[str, Heard] = {}
+        self._full_until = float("-inf")
         self._census: dict[bytes, Census] = {}
         self._live: dict[bytes, list[Heard]] = {}  # as `live` last gave it; dropped on any change
 
@@ -94,6 +99,17 @@ class Swarm:
         self._discount(entry)
         entry.lost = reason
         return True
+
+    def is_news(self, record: Record) -> bool:
+        """Does a record out of the directory say more than we know?"""
+        entry = self.heard.get(record.peer_id)
+        if entry is None:
+            return record.peer_id != self.me
+        return record.sequence > entry.record.sequence
+
+    def is_lost(self, peer_id: str) -> bool:
+        entry = self.heard.get(peer_id)
+        return entry is not None and entry.lost is not None
 
     def expire(self, now: float) -> list[str]:
         """Forget peers not heard of for `heard_fresh_s`; their ids."""
@@ -184,18 +200,22 @@ class Swarm:
         return self.census(schema).winner(own, own_version)
 
     def _make_room(self, now: float) -> bool:
-        """Drop the entry that is lost or, failing that, stalest; a struck-out peer keeps its entry
-        longest."""
+        """Drop those that are lost or, failing that, the stalest eighth that nothing was heard of
+        lately; a struck-out peer keeps its entry longest."""
+        if now < self._full_until:
+            return False
         gone = [(e.strikes, e.heard_at, p) for p, e in self.heard.items() if e.lost is not None]
         if not gone:
             gone = [
-                (0.0, e.heard_at, p)
+                (e.strikes, e.heard_at, p)
                 for p, e in self.heard.items()
-                if now - e.heard_at > self.params.ttl_s
+                if now - e.heard_at > self.params.found_fresh_s
             ]
         if not gone:
+            self._full_until = now + FULL_S
             return False
-        self._forget(min(gone)[2])
+        for _, _, peer_id in sorted(gone)[: max(1, self.params.max_candidates // 8)]:
+            self._forget(peer_id)
         return True
 
     def _forget(self, peer_id: str) -> None:

@@ -53,6 +53,7 @@ class Work:
     phase_at: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     worst: Outcome | None = None
+    skipped: bool = False  # this round was tried for a second time, where the others are
     accepted: int = 0  # rounds whose result is in the bucket
     version_before: int = 0
     cancelled: dict[str, bool] = field(default_factory=dict)
@@ -119,8 +120,9 @@ class Conductor:
             work.attempt.unsettled = self.meeting.unsettled()
             work.attempt.tick(now)
             self.state.collect(work.attempt.effects)
-            if not work.attempt.over and work.catch_ups < CATCH_UPS and self.state.behind():
-                work.attempt.abandon(Reason.LINEAGE)
+            may_catch_up = work.attempt.group is None and work.catch_ups < CATCH_UPS
+            if may_catch_up and self.state.behind():
+                work.attempt.abandon(Reason.LINEAGE)  # if it has not ended by itself
                 self.state.collect(work.attempt.effects)
                 self._end_phase(work, "matchmaking", now)
                 work.attempt = None
@@ -249,6 +251,10 @@ class Conductor:
                 detail=attempt.sentence(),
                 heard=len(attempt.candidates),
             )
+            if self._moved_on(attempt) and not work.skipped and now < work.deadline_at:
+                work.skipped = True
+                self.attempt(work, now)
+                return
             self.state.place.alone()
             failed: Reason | None = Reason.TIMEOUT if now >= work.deadline_at else None
             if reason is Reason.WEIGHT:
@@ -262,6 +268,8 @@ class Conductor:
                 total_weight=work.weight,
                 parts=len(self.state.part_sizes),
             )
+            self.meeting.thin(1, attempt.expected, now)
+            self.meeting.arrange(now)
             self._after_round(work, outcome, now)
             return
         for member in group.members:
@@ -282,6 +290,7 @@ class Conductor:
         )
         work.round, work.phase_at = current, now
         current.start(now)
+        self.state.place.finished(group, current.index)
         early, self.state.early = self.state.early, []
         for sender, message in early:
             if getattr(message, "group_id", b"") == group.group_id:
@@ -295,6 +304,24 @@ class Conductor:
             members=[member.peer_id for member in group.members],
         )
         self.state.collect(current.effects)
+        self.meeting.thin(len(group.members), attempt.expected, now)
+        self.meeting.arrange(now)
+
+    def _moved_on(self, attempt: Attempt) -> bool:
+        """Did nobody come because our line is in a later round by now? Then we go there too."""
+        rounds = []
+        for peer_id, candidate in attempt.candidates.items():
+            entry = self.state.swarm.heard.get(peer_id)
+            if (
+                candidate.reason is Reason.MOVED
+                and entry is not None
+                and entry.record.shape == attempt.me.shape
+                and entry.record.round > attempt.me.round
+            ):
+                rounds.append(entry.record.round)
+        if rounds:
+            self.state.place.skip_to(rounds)
+        return bool(rounds)
 
     def _rounded(self, work: Work, current: Round, outcome: Outcome, now: float) -> None:
         """An exchange is over."""
@@ -308,7 +335,6 @@ class Conductor:
         self._end_phase(work, "exchange", parity_at)
         work.seconds["parity"] = work.seconds.get("parity", 0.0) + max(0.0, now - parity_at)
         group = current.group
-        self.state.place.finished(group, current.index)
         if outcome.accepted:
             work.accepted += 1
             version = 1 + max(member.version for member in group.members)
@@ -321,12 +347,8 @@ class Conductor:
         self._after_round(work, outcome, now)
 
     def _after_round(self, work: Work, outcome: Outcome, now: float) -> None:
-        self.state.presence.update(
-            round=self.state.place.round,
-            coordinates=self.state.place.coordinates,
-            shape=self.state.place.shape,
-        )
         work.rounds_left -= 1
+        work.skipped = False
         if work.worst is None or badness(outcome) >= badness(work.worst):
             work.worst = outcome
         go_on = (

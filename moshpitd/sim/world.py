@@ -202,7 +202,7 @@ class World:
             self._tell_same(node, incarnation, Found(effect.key, (), ok=False))
             return
         records = self.directory.find(effect.key, asker=node.peer_id, now=self.now)
-        self._tell_same(node, incarnation, Found(effect.key, records))
+        self._tell_same(node, incarnation, Found(effect.key, records or (), ok=records is not None))
 
     # -- time --------------------------------------------------------------------------------------
 

@@ -367,6 +367,8 @@ class Hands:
                 self._send(name, effect.to, effect.message)
             case ef.Announce():
                 self.directory.setdefault(effect.key, {})[name] = effect.record
+                if effect.ttl_s <= 0.0:
+                    del self.directory[effect.key][name]  # taken back
                 self.tell(name, ev.Announced(effect.key, True))
             case ef.LookUp():
                 ok = name not in self.directory_fault
