@@ -100,7 +100,7 @@ class Headcount:
 
     def peers(self, swarm: Swarm, schema: bytes) -> int:
         """How many there are, ourselves among them."""
-        known = len(swarm.live(schema))
+        known = swarm.living(schema)
         if not self.depth or self.key not in self.counts:
             roomy = len(swarm.heard) < self.params.max_candidates
             counted_here = self.counts.get(PEERS_KEY, 0) if not self.depth else 0

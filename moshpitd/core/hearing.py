@@ -12,7 +12,7 @@ from moshpitd.core.effects import Send
 from moshpitd.core.messages import Hello, Record
 from moshpitd.core.outcome import Reason
 from moshpitd.core.placing import TOLD
-from moshpitd.core.shards import hash_of
+from moshpitd.core.shards import SHARD_FULL, hash_of
 from moshpitd.core.soundness import is_sane
 from moshpitd.core.state import State
 from moshpitd.core.swarm import first_difference
@@ -30,7 +30,7 @@ class Hearing:
         us."""
         if self.state.swarm.hear(record, now, direct=direct):
             self.state.note("peer_heard", record.peer_id)
-            if not direct and self.state.presence.present and (few or self.meeting.is_here(record)):
+            if not direct and few and self.state.presence.present:
                 # A look-up told us of it; this tells it of us, so that both sides know each other
                 # at once, also one with another schema, which is to be told apart by both.
                 self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
@@ -74,7 +74,7 @@ class Hearing:
     def _sample(self, records: tuple[Record, ...]) -> tuple[Record, ...]:
         """Of a long answer, as many as are worth remembering: those that will be in our shard,
         which are other ones for other peers."""
-        keep = self.state.params.max_candidates // 2
+        keep = min(SHARD_FULL, self.state.params.max_candidates // 2)
         if len(records) <= keep:
             return records
         own = hash_of(self.state.peer_id)

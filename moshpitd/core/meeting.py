@@ -194,25 +194,22 @@ class Meeting:
         return len(attempt.candidates) + 1 < max(2, attempt.expected)
 
     def add_candidates(self, attempt: Attempt, now: float) -> None:
-        here = []
-        for entry in self.state.swarm.live(self.state.record.schema):
-            record = entry.record
-            if not self.is_near(record) or self.state.refuse(record, now) is Reason.STRIKES:
-                continue  # one of another lineage is still worth asking: it may hold ours by now
-            here.append(entry)
+        """Everybody known that may come to our key; on a small grid also those that are in another
+        round now. One of another lineage is still worth asking: it may hold ours by now."""
+        place, ours = self.state.place, self.state.record
+        anytime = is_flat(place.shape) or self._everybody_tells()
+        here = [
+            entry
+            for entry in self.state.swarm.live(ours.schema)
+            if (anytime or entry.record.round == place.round) and place.meets(entry.record)
+        ]
         pieces = self._pieces(len(here) + 1)
+        piece = self._piece(ours, pieces) if pieces > 1 else 0
         for entry in here:
-            if pieces == 1 or self._piece(entry.record, pieces) == self._piece(
-                self.state.record, pieces
-            ):
+            if pieces > 1 and self._piece(entry.record, pieces) != piece:
+                continue
+            if self.state.refuse(entry.record, now) is not Reason.STRIKES:
                 attempt.add(entry.record, now, waited_for=entry.missed < MISSED)
-
-    def is_near(self, record: Record) -> bool:
-        """May it come to our key? On a small grid also one that is in another round now."""
-        place = self.state.place
-        return place.meets(record) and (
-            is_flat(place.shape) or record.round == place.round or self._everybody_tells()
-        )
 
     def is_here(self, record: Record) -> bool:
         """Does it stand under our key on the grid, in our round?"""

@@ -117,7 +117,7 @@ class Place:
 
     def small(self, swarm: Swarm, schema: bytes) -> bool:
         """A grid so small that everybody tells everybody where it stands."""
-        known = len(swarm.live(schema))
+        known = swarm.living(schema)
         return not is_flat(self.shape) and known <= TOLD and self.peers <= TOLD + 1
 
     def unsettled(self, swarm: Swarm, schema: bytes) -> list[Heard]:
@@ -181,7 +181,7 @@ class Place:
         for peer_id, shape in sight.count.proposals.items():
             if peer_id not in heard or heard[peer_id].record.shape != shape:
                 voices[shape] = voices.get(shape, 0) + 1
-        needed = min(2, len(sight.swarm.live(sight.schema)))
+        needed = min(2, sight.swarm.living(sight.schema))
         ours = (self.shape.epoch, self.shape.sides)
         good = [
             it

@@ -45,7 +45,7 @@ class Swarm:
         self.heard: dict[str, Heard] = {}
         self._full_until = float("-inf")
         self._census: dict[bytes, Census] = {}
-        self._live: dict[bytes, list[Heard]] = {}  # as `live` last gave it; dropped on any change
+        self._live: dict[bytes, dict[str, Heard]] = {}  # schema -> those that are not lost
 
     def hear(self, record: Record, now: float, *, direct: bool) -> bool:
         """Learn a record; True if the peer was unknown or had been lost."""
@@ -135,16 +135,13 @@ class Swarm:
         )
 
     def live(self, schema: bytes) -> list[Heard]:
-        """Peers that are not known to be gone and train the same tensors, in order of first
-        hearing. Not to be changed by the caller."""
-        known = self._live.get(schema)
-        if known is None:
-            known = self._live[schema] = [
-                entry
-                for entry in self.heard.values()
-                if entry.lost is None and entry.record.schema == schema
-            ]
-        return known
+        """Peers that are not known to be gone and train the same tensors, in the order in which
+        they were first heard or came back."""
+        return list(self._live.get(schema, {}).values())
+
+    def living(self, schema: bytes) -> int:
+        """How many those are."""
+        return len(self._live.get(schema, ()))
 
     def census(self, schema: bytes) -> Census:
         """What the live peers that train the same tensors say, added up."""
@@ -238,18 +235,19 @@ class Swarm:
 
     def _count(self, entry: Heard) -> None:
         schema = entry.record.schema
-        self._live.pop(schema, None)
         census = self._census.get(schema)
         if census is None:
             census = self._census[schema] = Census()
+            self._live[schema] = {}
         census.add(entry.record)
+        self._live[schema][entry.record.peer_id] = entry
 
     def _discount(self, entry: Heard) -> None:
         schema = entry.record.schema
-        self._live.pop(schema, None)
         self._census[schema].remove(entry.record)
-        if not self._census[schema].claims:
-            del self._census[schema]
+        del self._live[schema][entry.record.peer_id]
+        if not self._live[schema]:
+            del self._census[schema], self._live[schema]
 
 
 def same_lineage(a: Lineage, b: Lineage) -> bool:

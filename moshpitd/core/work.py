@@ -360,7 +360,7 @@ class Conductor:
         if (
             outcome.status is Status.ALONE
             and not self.state.had_company
-            and not self.state.swarm.live(self.state.record.schema)
+            and not self.state.swarm.living(self.state.record.schema)
         ):
             # A run of one peer: its own rounds are all the averages there are, so they count. Who
             # arrives later finds the higher version and loads it, instead of the lower PeerID
