@@ -19,7 +19,8 @@ from moshpitd.core.shards import counted, keys_of, surveyed
 from moshpitd.core.swarm import Swarm
 
 SHAPE_KEY = "shape"
-"""Directory key under which the few that proposed a shape say so; too few to fill it."""
+"""Directory key under which the few that proposed a shape say so; too few to fill it. Their records
+there carry the shape, and the round from which on it holds."""
 
 STALE_ROUNDS = 8
 """A record so far behind the median round belongs to a peer that is gone: a live one is stored anew
@@ -38,7 +39,9 @@ class Headcount:
     depth: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # shard key -> live records at last look
     shard: tuple[str, ...] = ()  # PeerIDs in our shard at the last look
-    proposals: dict[str, Shape] = field(default_factory=dict)
+    proposals: dict[str, tuple[Shape, int]] = field(
+        default_factory=dict
+    )  # who proposes -> shape, and from which round on
     survey: dict[str, int | None] = field(default_factory=dict)  # shard key -> count, None: asked
 
     @property
@@ -79,7 +82,7 @@ class Headcount:
             for record in records:
                 if record.schema == mine.schema:
                     self.proposals.pop(record.peer_id, None)
-                    self.proposals[record.peer_id] = record.shape
+                    self.proposals[record.peer_id] = (record.shape, record.round)
             while len(self.proposals) > KEPT:
                 del self.proposals[next(iter(self.proposals))]
             return

@@ -13,6 +13,7 @@ its end is `work`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from moshpitd.core.effects import Announce, LookUp, Send
@@ -81,30 +82,50 @@ class Meeting:
         place.prepare(sight, now)
         peers = self.count.surveyed()
         if peers is not None:
-            place.surveyed(peers, sight)
+            place.surveyed(peers, sight, now)
         elif place.survey_due:
             place.survey_due = False
             state.effects += [LookUp(key) for key in self.count.begin_survey()]
+        if place.outside:
+            state.presence.hurry()
+        self._second()
+        if place.proposal is not None:
+            shape, since = place.proposal
+            place.proposal = None
+            said = replace(
+                state.record, shape=shape, coordinates=(0,) * len(shape.sides), round=since
+            )
+            state.effects.append(Announce(SHAPE_KEY, said, state.params.ttl_s))
         if not place.changes:
             return
         for shape in place.changes:
             state.note("shape_adopted", epoch=shape.epoch, sides=list(shape.sides))
         place.changes.clear()
         state.presence.update(round=place.round, coordinates=place.coordinates, shape=place.shape)
-        if place.peers > EVERYONE and place.proposes(place.shape.epoch):
-            state.effects.append(Announce(SHAPE_KEY, state.record, state.params.ttl_s))
         depth = 0 if is_flat(place.shape) else depth_for(prod(place.shape.sides))
         self.count.move(depth)
         state.presence.move(depth, now)
+        state.presence.hurry()
+
+    def _second(self) -> None:
+        """One of the few that may propose this epoch says that it holds with what was proposed."""
+        place = self.state.place
+        if place.pending is None or self.state.peer_id in self.count.proposals:
+            return
+        if place.proposes(place.pending[0].epoch):
+            self.count.proposals[self.state.peer_id] = place.proposal = place.pending
 
     def _count(self, now: float) -> None:
-        """How many are we by now? Where one answer names everybody that is known anyway."""
-        if self.state.place.peers <= EVERYONE or now < self.counted_at + COUNT_EVERY_S:
+        """How many are we by now? A run that is one group knows."""
+        place, presence = self.state.place, self.state.presence
+        every_s = min(COUNT_EVERY_S, presence.every_s)
+        if (is_flat(place.shape) and place.peers <= EVERYONE) or now < self.counted_at + every_s:
             return
         self.counted_at = now
-        self.state.effects.append(LookUp(SHAPE_KEY))
-        self.state.effects += [LookUp(key) for key in self.count.to_count()]
-        self.state.presence.look_up(now)
+        presence.look_up(now)
+        if place.peers > EVERYONE:
+            keys = (SHAPE_KEY, *self.count.to_count())
+            self.state.effects += [LookUp(key) for key in keys]
 
     def announced(self, key: str) -> None:
         """Only now: of two peers that store before they look up, at least one finds the other."""

@@ -4,7 +4,9 @@ The shape carries an epoch. A peer adopts the highest epoch that two peers hold,
 own count of the run: that is a second witness. It proposes a new one only when the number of peers
 has left a band around the number the shape was made for, three rounds in a row or by far: two
 independent estimates of N agree on ceil(sqrt N) too seldom to let everybody recompute it. In a
-large run only a few, drawn by hash, propose at all, and after a survey of more shards.
+large run only a few, drawn by hash, propose at all, and after a survey of more shards. What they
+propose holds from their next round on: by then everybody has seen it, so all change between two
+rounds.
 
 One rule: nothing here sends anything; a shape spreads because it stands in every record.
 """
@@ -29,6 +31,9 @@ BAND = 0.15
 PATIENCE = 3
 """Rounds in a row outside the band before a new shape is proposed: one bad look-up must not
 reshape a swarm."""
+
+RECOUNT_S = 5.0
+"""While no rounds go by, that much time counts as one."""
 
 FAR = 0.4
 """A change this large is no noise of a count of 120 peers (four standard deviations): no patience
@@ -83,18 +88,22 @@ class Place:
     peers: int = 1  # at the last preparation, ourselves among them
     made_for: int = 1
     outside: int = 0
-    counted_at: int = -1  # round in which `outside` was last counted
+    counted_at: int = -1  # round in which `outside` was last counted...
+    counted: float = float("-inf")  # ...and when
+    taken_at: float = float("-inf")  # when the shape was adopted
     sparse: int = 0  # below half fill: how often the cells can be halved before they are
     lonely: int = 0  # attempts in a row that ended alone
     survey_due: bool = False
+    pending: tuple[Shape, int] | None = None  # what will hold, and from which round on
+    proposal: tuple[Shape, int] | None = None  # ours, to be stored where all look
     changes: list[Shape] = field(default_factory=list)
 
     def prepare(self, sight: Sight, now: float) -> None:
         """Before a meeting is arranged: adopt or propose a shape, catch up with the round number,
         leave a shared cell."""
         self.peers = sight.count.peers(sight.swarm, sight.schema)
-        self._adopt(sight)
-        self._propose(sight)
+        self._adopt(sight, now)
+        self._propose(sight, now)
         heard = sight.swarm.round_number(self.round, self.shape, sight.schema)
         # Within a sweep the others may just be done earlier than our line, which waits for us; out
         # of step is who is a sweep behind, or found nobody where it was.
@@ -166,49 +175,67 @@ class Place:
         """Those we wanted to meet are in these rounds by now."""
         self.round = max(self.round, sorted(rounds)[len(rounds) // 2])
 
-    def surveyed(self, peers: int, sight: Sight) -> None:
+    def surveyed(self, peers: int, sight: Sight, now: float) -> None:
         """The survey that was due is done."""
         self.peers = peers
         if self._far(peers) or self.outside >= PATIENCE:
-            self._reshape(max(1, round(MARGIN * peers)), sight)
+            self._reshape(max(1, round(MARGIN * peers)), sight, now)
 
     # -- shapes
 
-    def _adopt(self, sight: Sight) -> None:
+    def _adopt(self, sight: Sight, now: float) -> None:
         if self.params.grid_sides:
             return
-        voices, heard = sight.swarm.census(sight.schema).voices(), sight.swarm.heard
-        for peer_id, shape in sight.count.proposals.items():
-            if peer_id not in heard or heard[peer_id].record.shape != shape:
-                voices[shape] = voices.get(shape, 0) + 1
+        census = sight.swarm.census(sight.schema)
+        voices = census.voices()
         needed = min(2, sight.swarm.living(sight.schema))
         ours = (self.shape.epoch, self.shape.sides)
-        good = [
+        good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
+        newer = [
             it
-            for it, n in voices.items()
-            if (n >= needed or ((it.epoch, it.sides) > ours and self._witnessed(it)))
-            and _valid(it, self.params)
+            for it in voices
+            if (it.epoch, it.sides) > ours
+            and (it in good or self._witnessed(it))
+            and (not self.shape.epoch or self.lonely or census.rounds[it][0] <= self.round)
         ]
-        newer = [it for it in good if (it.epoch, it.sides) > ours]
+        newer += self._proposed(sight.count)
         if newer:
             newest = max(newer, key=lambda it: (it.epoch, it.sides))
-            self._take(newest, sight)
-        elif self.lonely >= LONELY and not voices.get(self.shape) and good:
+            self._take(newest, sight, now)
+        elif (
+            self.lonely >= LONELY and not voices.get(self.shape) and good and self.peers <= EVERYONE
+        ):
             # We proposed a shape that nobody followed: the others' estimate did not leave the band.
             best = max(good, key=lambda it: (voices[it], it.epoch, it.sides))
-            self._take(best, sight)
+            self._take(best, sight, now)
+
+    def _proposed(self, count: Headcount) -> list[Shape]:
+        """Newer shapes that have been proposed and hold by now."""
+        voices: dict[Shape, int] = {}
+        latest: tuple[Shape, int] | None = None
+        for shape, since in count.proposals.values():
+            voices[shape] = voices.get(shape, 0) + 1
+            if (shape.epoch, shape.sides) <= (self.shape.epoch, self.shape.sides):
+                continue
+            if not (voices[shape] >= 2 or self._witnessed(shape)) or not _valid(shape, self.params):
+                continue
+            if latest is None or (shape.epoch, shape.sides) > (latest[0].epoch, latest[0].sides):
+                latest = (shape, since)
+        self.pending = latest
+        return [latest[0]] if latest is not None and self.round >= latest[1] else []
 
     def _witnessed(self, shape: Shape) -> bool:
         """Does our own count say the same as that shape? Only where it is a count of many."""
-        cells = prod(shape.sides)
-        return self.peers > EVERYONE and abs(cells - self.peers) <= WITNESS * self.peers
+        if self.peers <= EVERYONE or not _valid(shape, self.params):
+            return False
+        return abs(prod(shape.sides) - self.peers) <= WITNESS * self.peers
 
-    def _propose(self, sight: Sight) -> None:
+    def _propose(self, sight: Sight, now: float) -> None:
         if self.params.grid_sides:
             if self.shape.epoch == 0:
-                self._take(Shape(1, self.params.grid_sides), sight)
+                self._take(Shape(1, self.params.grid_sides), sight, now)
             return
-        if not self._outgrown():
+        if self.pending is not None or not self._outgrown(now):
             return
         many = self.peers > EVERYONE
         if many and not self.proposes(self.shape.epoch + 1):
@@ -216,19 +243,22 @@ class Place:
         if sight.count.depth:
             self.survey_due = True
         else:
-            self._reshape(self.peers, sight)
+            self._reshape(self.peers, sight, now)
 
-    def _outgrown(self) -> bool:
+    def _outgrown(self, now: float) -> bool:
         """Has the number of peers left the band for long enough?"""
         first = self.shape.epoch == 0
         within = (is_flat(self.shape) and self.peers <= self.params.max_group) or (
             not first and abs(self.peers - self.made_for) <= BAND * self.made_for
         )
+        # Just after a change many records lie under other keys still: absence proves nothing.
+        if self.peers < self.made_for and now < self.taken_at + self.params.refresh_s:
+            within = within or self.peers > EVERYONE or self.made_for > EVERYONE
         if within:
             self.outside = 0
             return False
-        if self.counted_at != self.round or not self.outside:
-            self.outside, self.counted_at = self.outside + 1, self.round
+        if self.counted_at != self.round or now >= self.counted + RECOUNT_S or not self.outside:
+            self.outside, self.counted_at, self.counted = self.outside + 1, self.round, now
         return first or self.outside >= PATIENCE or self._far(self.peers)
 
     def _far(self, peers: int) -> bool:
@@ -243,17 +273,26 @@ class Place:
         doublings = min(16, max(0, self.outside - patience))
         return draw(self.me, epoch) * self.peers < ELECTED * (1 << doublings)
 
-    def _reshape(self, peers: int, sight: Sight) -> None:
+    def _reshape(self, peers: int, sight: Sight, now: float) -> None:
         sides = sides_for(peers, self.params.max_group)
         if sides == self.shape.sides:
             self.made_for, self.outside = self.peers, 0
             return
-        self._take(Shape(self.shape.epoch + 1, sides), sight)
+        shape = Shape(self.shape.epoch + 1, sides)
+        if self.peers <= EVERYONE:
+            self._take(shape, sight, now)
+            return
+        self.proposal = (shape, self.round + 1 if self.round else 0)
+        sight.count.proposals[self.me] = self.proposal
+        self.outside = 0
+        self._adopt(sight, now)
 
-    def _take(self, shape: Shape, sight: Sight) -> None:
+    def _take(self, shape: Shape, sight: Sight, now: float) -> None:
         live, count = sight.swarm.live(sight.schema), sight.count
         cells = prod(shape.sides)
         self.shape, self.outside, self.lonely, self.survey_due = shape, 0, 0, False
+        self.pending = None
+        self.taken_at = now
         # Our own count is the measure of later changes, if it can be that of this shape at all.
         fits = self.peers <= EVERYONE or abs(cells - self.peers) <= WITNESS * self.peers
         self.made_for = self.peers if fits else cells

@@ -73,6 +73,10 @@ class Presence:
             self._withdraw([key for key in old if key not in keys])
             self._announce(now)
 
+    def hurry(self) -> None:
+        """Things change: look again soon."""
+        self.every_s = EAGER_S
+
     def stored(self, now: float) -> None:
         if self.storing:
             self.storing = False
