@@ -191,12 +191,13 @@ class Place:
         needed = min(2, sight.swarm.living(sight.schema))
         ours = (self.shape.epoch, self.shape.sides)
         good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
+        known = [(it.epoch, it.sides) for it in voices]  # without ours: nobody is left where we are
         newer = [
             it
             for it in voices
             if (it.epoch, it.sides) > ours
             and (it in good or self._witnessed(it))
-            and (not self.shape.epoch or self.lonely or census.rounds[it][0] <= self.round)
+            and (ours not in known or census.rounds[it][0] <= self.round)
         ]
         newer += self._proposed(sight.count)
         if newer:
