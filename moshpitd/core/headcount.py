@@ -83,6 +83,10 @@ class Headcount:
                 if record.schema == mine.schema:
                     self.proposals.pop(record.peer_id, None)
                     self.proposals[record.peer_id] = (record.shape, record.round)
+            for peer_id in [
+                p for p, it in self.proposals.items() if it[0].epoch < mine.shape.epoch
+            ]:
+                del self.proposals[peer_id]
             while len(self.proposals) > KEPT:
                 del self.proposals[next(iter(self.proposals))]
             return
@@ -108,7 +112,8 @@ class Headcount:
             roomy = len(swarm.heard) < self.params.max_candidates
             counted_here = self.counts.get(PEERS_KEY, 0) if not self.depth else 0
             return (known if roomy else max(known, counted_here)) + 1
-        gone = sum(1 for peer_id in self.shard if swarm.is_lost(peer_id))
-        living = (len(self.shard) - gone + 1) / (len(self.shard) + 1)
+        told = [peer_id for peer_id in self.shard if peer_id in swarm.heard]
+        gone = sum(1 for peer_id in told if swarm.is_lost(peer_id))
+        living = (len(told) - gone + 1) / (len(told) + 1)
         total = (sum(self.counts.values()) + 1) * living
         return max(1, round(total * (1 << self.depth) / len(self.counts)))

@@ -18,6 +18,9 @@ from moshpitd.core.state import State
 from moshpitd.core.swarm import first_difference
 from moshpitd.core.work import Conductor
 
+ENOUGH = 24
+"""Members of our shard that are remembered: their medians are everybody's, within a round."""
+
 
 class Hearing:
     """Invariant: everything learned of a peer reaches the swarm before the work that runs."""
@@ -74,7 +77,8 @@ class Hearing:
     def _sample(self, records: tuple[Record, ...]) -> tuple[Record, ...]:
         """Of a long answer, as many as are worth remembering: those that will be in our shard,
         which are other ones for other peers."""
-        keep = min(SHARD_FULL, self.state.params.max_candidates // 2)
+        keep = ENOUGH if self.meeting.count.depth else SHARD_FULL
+        keep = min(keep, self.state.params.max_candidates // 2)
         if len(records) <= keep:
             return records
         own = hash_of(self.state.peer_id)

@@ -32,8 +32,8 @@ MISSED = 2
 """
 
 COUNT_EVERY_S = 5.0
-"""Shards and proposals are looked up at most so often: once per round, but not for rounds that
-follow each other in milliseconds."""
+"""Peers are counted at most so often: once per round, but not for rounds that follow each other in
+milliseconds. A large run, whose number changes slowly, is counted every `found_fresh_s`."""
 
 THIN = 0.6
 """A group of less than this share of its line makes us ask whether those we know still live."""
@@ -78,6 +78,7 @@ class Meeting:
     def prepare(self, now: float) -> None:
         """Know where we stand: the shape, and with it where our record belongs."""
         state, place = self.state, self.state.place
+        outside = place.outside
         sight = Sight(state.swarm, state.record.schema, self.count, state.rng)
         place.prepare(sight, now)
         peers = self.count.surveyed()
@@ -86,7 +87,7 @@ class Meeting:
         elif place.survey_due:
             place.survey_due = False
             state.effects += [LookUp(key) for key in self.count.begin_survey()]
-        if place.outside:
+        if place.outside == 1 and place.outside != outside:
             state.presence.hurry()
         self._second()
         if place.proposal is not None:
@@ -118,7 +119,8 @@ class Meeting:
     def _count(self, now: float) -> None:
         """How many are we by now? A run that is one group knows."""
         place, presence = self.state.place, self.state.presence
-        every_s = min(COUNT_EVERY_S, presence.every_s)
+        seldom_s = COUNT_EVERY_S if place.peers <= 2 * EVERYONE else self.state.params.found_fresh_s
+        every_s = min(seldom_s, presence.every_s)
         if (is_flat(place.shape) and place.peers <= EVERYONE) or now < self.counted_at + every_s:
             return
         self.counted_at = now

@@ -215,6 +215,8 @@ class Place:
         voices: dict[Shape, int] = {}
         latest: tuple[Shape, int] | None = None
         for shape, since in count.proposals.values():
+            if shape.epoch < self.shape.epoch or shape == self.shape:
+                continue
             voices[shape] = voices.get(shape, 0) + 1
             if (shape.epoch, shape.sides) <= (self.shape.epoch, self.shape.sides):
                 continue
