@@ -49,6 +49,7 @@ class Meeting:
         self.at: tuple[int, tuple[int, ...]] = (-1, ())  # round and coordinates for which it is
         self.arranged_at = 0.0
         self.found_at: float | None = None  # when the directory last said who else is there
+        self.told: dict[str, bool] = {}  # who was told that we come
         self.took = 0.0
         self.counted_at = float("-inf")
 
@@ -68,6 +69,7 @@ class Meeting:
             if self.key and self.key != key:
                 self.state.effects.append(Announce(self.key, record, 0.0))
             self.found_at, self.arranged_at = None, now
+            self.told.clear()
             state.effects.append(Announce(key, record, state.params.ttl_s))
             if place.small(state.swarm, record.schema):
                 for entry in state.swarm.live(record.schema):
@@ -142,7 +144,8 @@ class Meeting:
                 self.took = now - self.arranged_at
             self.found_at = now
             for record in event.records:
-                if self.is_here(record):
+                if record.peer_id not in self.told and self.is_here(record):
+                    self.told[record.peer_id] = True
                     hello = Hello(self.state.record, answer=True)
                     self.state.effects.append(Send(record.peer_id, hello))
 

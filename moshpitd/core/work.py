@@ -201,7 +201,8 @@ class Conductor:
             self._tell_everybody()
         elif same_lineage(winner, self.state.lineage) and winner != self.state.lineage:
             self.state.presence.update(lineage=adopted(self.state.record, winner))
-            self._tell_everybody()
+            if self.state.swarm.living(self.state.record.schema) <= self.state.params.max_group:
+                self._tell_everybody()  # the same bits under a lower founder: nobody refuses us
         self.state.caught_up = catch_up.failed is None
         stale = [trainer for trainer, is_stale in self.state.trainers.items() if is_stale]
         if stale and self.state.caught_up and self.state.donor.version is not None:
