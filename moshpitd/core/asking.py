@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from moshpitd.core.allreduce import Round
 from moshpitd.core.effects import Send
-from moshpitd.core.messages import Declined, Group, Invite, Join, Later, Leave, NotMember, Record
+from moshpitd.core.messages import (
+    Begin,
+    Declined,
+    Group,
+    Invite,
+    Join,
+    Later,
+    Leave,
+    NotMember,
+    Record,
+)
 from moshpitd.core.outcome import Reason
 from moshpitd.core.soundness import is_sound
 from moshpitd.core.state import State
@@ -22,6 +32,8 @@ class Asking:
         self.state, self.conductor = state, conductor
 
     def asked(self, sender: str, message: Invite | Join, now: float) -> None:
+        if isinstance(message, Join) and self._begun_with(sender, message):
+            return
         refusal = self.state.refuse(message.record, now)
         heaviest = self.state.params.max_weight * self.state.params.max_trainers
         if isinstance(message, Join) and not 0 <= message.weight <= heaviest:
@@ -60,6 +72,17 @@ class Asking:
             self.state.lineage, self.state.version, self.state.record.schema
         )
         return same_lineage(record.lineage, winner)
+
+    def _begun_with(self, sender: str, message: Join) -> bool:
+        """It joined a group that has begun and says so again: our Begin was lost on the way."""
+        work = self.conductor.work
+        group = work.round.group if work is not None and work.round is not None else None
+        if group is None or group.leader != self.state.peer_id:
+            return False
+        if all((m.peer_id, m.attempt) != (sender, message.attempt) for m in group.members):
+            return False
+        self.state.effects.append(Send(sender, Begin(group)))
+        return True
 
     def begun(self, sender: str, group: Group, now: float) -> None:
         work = self.conductor.work

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -33,6 +34,7 @@ class Candidate:
     asked_at: float = 0.0
     join: Join | None = None
     reason: Reason | None = None
+    again: bool = False  # what we asked was said a second time
     leader: str = ""  # whom it follows, if ELSEWHERE
     waited_for: bool = True  # False: it made others wait in vain; its Later holds nobody up
 
@@ -41,6 +43,7 @@ class Candidate:
 class Following:
     leader: str
     since: float
+    again_at: float = 0.0  # when we say our Join again, if nothing comes
     accepted: bool = False
     until: float = 0.0
 
@@ -84,9 +87,21 @@ class Candidates:
     def joins(self) -> list[Join]:
         return [c.join for c in self.known.values() if c.answer is Answer.JOINED and c.join]
 
-    def asked_at(self) -> list[float]:
-        """When each answer that is outstanding was asked for."""
-        return [c.asked_at for c in self.known.values() if c.answer is Answer.ASKED]
+    def asked_at(self, *, once: bool = False) -> list[float]:
+        """When each answer that is outstanding was asked for. `once`: and not a second time."""
+        return [
+            c.asked_at
+            for c in self.known.values()
+            if c.answer is Answer.ASKED and not (once and c.again)
+        ]
+
+    def silent(self, for_s: float, now: float) -> list[str]:
+        """Those that were asked once and have not answered for so long."""
+        return [
+            p
+            for p, c in self.known.items()
+            if c.answer is Answer.ASKED and not c.again and now >= c.asked_at + for_s
+        ]
 
     def may_come(self) -> bool:
         """Is there anybody whom a leader has to wait for?"""
@@ -111,7 +126,7 @@ class Candidates:
         candidate = self.known.get(peer_id)
         if candidate is not None:
             candidate.answer, candidate.reason, candidate.join = answer, reason, None
-            candidate.asked_at = now
+            candidate.asked_at, candidate.again = now, False
 
     def joins_with(self, peer_id: str, join: Join, now: float) -> bool:
         """The peer joined us, and brings those that follow it; False if one of them is unknown."""
@@ -119,11 +134,12 @@ class Candidates:
         candidate.answer, candidate.join, candidate.reason = Answer.JOINED, join, None
         for other in self.known.values():
             if other.answer is Answer.ELSEWHERE and other.leader == peer_id:
-                other.answer, other.asked_at = Answer.ASKED, now  # it comes along with its leader
+                # It comes along with its leader.
+                other.answer, other.asked_at, other.again = Answer.ASKED, now, False
         for follower in join.followers:
             known = self.known.get(follower)
             if known is not None and known.answer is not Answer.JOINED:
-                known.answer, known.asked_at = Answer.ASKED, now
+                known.answer, known.asked_at, known.again = Answer.ASKED, now, False
         return all(follower in self.known for follower in join.followers)
 
     def follows(self, peer_id: str, leader: str) -> None:
@@ -150,17 +166,37 @@ class Candidates:
         if candidate.answer in (Answer.DECLINED, Answer.LOST):
             candidate.answer, candidate.reason = Answer.LATER, None
 
-    def sentence(self) -> str:
-        """What became of them: "heard 3 peers: 2 declined (schema_differs), 1 lost
-        (unreachable)"."""
-        if not self.known:
-            return "heard no other peer"
-        words: dict[str, int] = {}
-        for candidate in self.known.values():
-            word = candidate.answer.name.lower()
-            if candidate.reason is not None:
-                word += f" ({candidate.reason.value})"
-            words[word] = words.get(word, 0) + 1
-        return f"heard {len(self.known)} peers: " + ", ".join(
-            f"{n} {word}" for word, n in words.items()
-        )
+    def words(self) -> list[str]:
+        """What became of each, in the words that a person reads."""
+        return [_said(candidate) for candidate in self.known.values()]
+
+
+def _said(candidate: Candidate) -> str:
+    match candidate.answer:
+        case Answer.DECLINED if candidate.reason is not None:
+            return f"refused: {spelled(candidate.reason)}"
+        case Answer.LOST if candidate.reason is not None:
+            return spelled(candidate.reason)
+        case Answer.LATER:
+            return "not ready"
+        case Answer.ELSEWHERE:
+            return "with another leader"
+        case Answer.JOINED:
+            return "joined"
+        case _:
+            return "not answered yet"
+
+
+def spelled(reason: Reason) -> str:
+    return reason.value.replace("_", " ")
+
+
+def sentence(words: Sequence[str]) -> str:
+    """ "heard 3 peers, 2 refused: schema differs, 1 unreachable"."""
+    if not words:
+        return "heard no other peer"
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word] = counts.get(word, 0) + 1
+    said = ", ".join(f"{n} {word}" for word, n in counts.items())
+    return f"heard {len(words)} peer{'s' if len(words) > 1 else ''}, {said}"

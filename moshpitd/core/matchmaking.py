@@ -41,6 +41,10 @@ OF_AN_INVITE = 0
 ALIVE_S = 1.0
 """A waiting leader repeats Accepted this often, so a dead one is noticed in two of them."""
 
+AGAIN_S = 0.7
+"""A Join, an Invite or a sign of life that is overdue by so much is asked for again: a message lost
+in a hundred must not cost its peer the round, and an answer from abroad is here by then."""
+
 SLACK_S = 0.25
 """Added to a leader's announced wait before its followers give it up: Begin needs one trip, clocks
 run unevenly."""
@@ -181,6 +185,7 @@ class Attempt:
         self.clock = now
         if self.over:
             return
+        self._ask_again(now)
         for peer_id, candidate in self.candidates.items():
             # Written like `deadline`, so that both round alike.
             if (
@@ -211,9 +216,11 @@ class Attempt:
         times = [self.deadline_at]
         times += [at + self.params.answer_timeout_s for at in self.candidates.asked_at()]
         if self.following is not None:
+            times.append(self.following.again_at)
             if self.following.accepted:
                 times.append(self.following.until)
         else:
+            times += [at + AGAIN_S for at in self.candidates.asked_at(once=True)]
             if self.candidates.joined():
                 times.append(self.alive_at + ALIVE_S)
             times.append(self.window_end)
@@ -229,9 +236,6 @@ class Attempt:
     @property
     def leading(self) -> bool:
         return self.following is None
-
-    def sentence(self) -> str:
-        return self.candidates.sentence()
 
     # -- answers
 
@@ -287,6 +291,7 @@ class Attempt:
         self.candidates.mark(sender, Answer.ELSEWHERE, None)
         self.following.accepted = True
         self.following.until = min(now + 2 * ALIVE_S + SLACK_S, self.deadline_at)
+        self.following.again_at = now + ALIVE_S + SLACK_S
         for join in self.candidates.joins():
             follower = join.record.peer_id
             self._send(follower, Redirect(self.key, join.attempt, sender))
@@ -396,18 +401,53 @@ class Attempt:
     # -- small steps
 
     def _join(self, leader: str, now: float) -> None:
-        self.following = Following(leader, now)
+        self.following = Following(leader, now, again_at=now + AGAIN_S)
         self.candidates.mark(leader, Answer.ASKED, None, now)
+        self._say_join(leader)
+
+    def _say_join(self, leader: str) -> None:
         followers = tuple(self.candidates.joined())
         self._send(
             leader, Join(self.key, self.number, self.me, self.weight, self.newcomer, followers)
         )
 
+    def _ask_again(self, now: float) -> None:
+        """Say once more what may have been lost; both sides take it for the same."""
+        if self.following is not None:
+            if now >= self.following.again_at:
+                self.following.again_at = now + AGAIN_S
+                self._say_join(self.following.leader)
+            return
+        for peer_id in self.candidates.silent(AGAIN_S, now):
+            self.candidates[peer_id].again = True
+            self._say_invite(peer_id, now)
+
+    def undelivered(self, to: str, message: Message, now: float) -> bool:
+        """A message of ours was not delivered; True if it was said again. A peer that is there but
+        was missed once answers now, one that is gone is found out a round trip later."""
+        candidate = self.candidates.get(to)
+        if self.over or candidate is None or candidate.answer is not Answer.ASKED:
+            return False
+        if candidate.again:
+            return False
+        candidate.again = True
+        if isinstance(message, Join) and self.following is not None:
+            if self.following.leader == to:
+                self._say_join(to)
+                return True
+        elif isinstance(message, Invite) and self.following is None:
+            self._say_invite(to, now)
+            return True
+        return False
+
     def _invite(self, peer_id: str, now: float) -> None:
         candidate = self.candidates[peer_id]
         if candidate.answer is Answer.UNASKED:
-            candidate.answer, candidate.asked_at = Answer.ASKED, now
+            candidate.answer, candidate.asked_at, candidate.again = Answer.ASKED, now, False
         self.invited[peer_id] = now
+        self._say_invite(peer_id, now)
+
+    def _say_invite(self, peer_id: str, now: float) -> None:
         self._send(
             peer_id, Invite(self.key, OF_AN_INVITE, self.me, max(0.0, self.window_end - now))
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from moshpitd.core.candidates import sentence, spelled
 from moshpitd.core.effects import Announce, LookUp, Send
 from moshpitd.core.events import Found
 from moshpitd.core.grid import is_flat
@@ -218,6 +219,23 @@ class Meeting:
         if is_flat(self.state.place.shape) or self._everybody_tells():
             return False
         return len(attempt.candidates) + 1 < max(2, attempt.expected)
+
+    def sentence(self, attempt: Attempt) -> str:
+        """Why nobody was found, about everybody that is known: "heard 3 peers, 2 refused: schema
+        differs, 1 unreachable"."""
+        words = attempt.candidates.words()
+        for peer_id, entry in self.state.swarm.heard.items():
+            if peer_id in attempt.candidates:
+                continue
+            if entry.record.schema != self.state.record.schema:
+                words.append(f"refused: {spelled(Reason.SCHEMA)}")
+            elif entry.lost is not None:
+                words.append(spelled(entry.lost))
+            elif self.state.place.meets(entry.record):
+                words.append("not asked")
+            else:
+                words.append("elsewhere on the grid")
+        return sentence(words)
 
     def add_candidates(self, attempt: Attempt, now: float) -> None:
         """Everybody known that may come to our key; on a small grid also those that are in another

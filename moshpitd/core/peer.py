@@ -265,7 +265,14 @@ class Peer:
 
     def _on_undelivered(self, to: str, message: Message, now: float) -> None:
         work = self.conductor.work
+        attempt = work.attempt if work is not None else None
+        if attempt is not None and attempt.undelivered(to, message, now):
+            return
         if isinstance(message, Begin) and work is not None and work.round is not None:
+            if to not in work.told_again:
+                work.told_again[to] = True
+                self.state.effects.append(Send(to, message))
+                return
             self.asking.disown(message.group, to)
         if work is not None and work.round is not None:
             work.round.lost(to, Reason.UNREACHABLE, now)

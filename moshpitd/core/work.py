@@ -53,6 +53,7 @@ class Work:
     phase_at: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     worst: Outcome | None = None
+    told_again: dict[str, bool] = field(default_factory=dict)  # whose Begin was not delivered once
     skipped: bool = False  # this round was tried for a second time, where the others are
     accepted: int = 0  # rounds whose result is in the bucket
     version_before: int = 0
@@ -245,11 +246,11 @@ class Conductor:
                 entry.missed += 1
         group = attempt.group
         if group is None:
-            reason = attempt.ended or Reason.NO_PEERS
+            reason, said = attempt.ended or Reason.NO_PEERS, self.meeting.sentence(attempt)
             self.state.note(
                 "attempt_ended",
                 reason=reason,
-                detail=attempt.sentence(),
+                detail=said,
                 heard=len(attempt.candidates),
             )
             if self._moved_on(attempt) and not work.skipped and now < work.deadline_at:
@@ -263,7 +264,7 @@ class Conductor:
             outcome = Outcome(
                 Status.FAILED if failed else Status.ALONE,
                 failed or Reason.NO_PEERS,
-                attempt.sentence(),
+                said,
                 accepted=failed is None,
                 contributors=(self.state.peer_id,),
                 total_weight=work.weight,
@@ -290,6 +291,7 @@ class Conductor:
             deadline_at=min(work.deadline_at, now + self.state.params.round_timeout_s),
         )
         work.round, work.phase_at = current, now
+        work.told_again.clear()
         current.start(now)
         self.state.place.finished(group, current.index)
         early, self.state.early = self.state.early, []

@@ -311,7 +311,9 @@ class Hands:
         known = {reason.value: reason for reason in Reason}
         for _, note in self.notes:
             found |= {known[word] for word in [note.reason] if word in known}
-            found |= {reason for word, reason in known.items() if f"({word})" in note.detail}
+            if note.what == "attempt_ended":
+                said = {word.replace("_", " "): reason for word, reason in known.items()}
+                found |= {reason for words, reason in said.items() if words in note.detail}
         for outcome in self.outcomes.values():
             found |= {outcome.reason} if outcome.reason is not None else set()
             found |= {reason for _, reason in outcome.excluded}

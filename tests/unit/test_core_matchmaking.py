@@ -360,7 +360,7 @@ def test_a_lost_join_leaves_the_two_alone_for_one_answer_timeout_only() -> None:
     hands.finish()
     assert all(hands.outcomes[t].status is Status.ALONE for t in tokens.values())
     assert all(waited(hands, t) <= 2.5 for t in tokens.values())
-    assert "no_answer" in hands.outcomes[tokens["p01"]].detail
+    assert "no answer" in hands.outcomes[tokens["p01"]].detail
     hands.drop = lambda sender, to, what: False
     hands.run(until_s=hands.now + 20.0)
     tokens = hands.start()
