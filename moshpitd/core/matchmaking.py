@@ -71,6 +71,7 @@ class Attempt:
     unsettled: int = (
         1  # live peers whose cell for this round is not known yet; 1 where nobody counts
     )
+    lone_waits: bool = False  # not all that may come are known: with nobody here, wait the window
     codec: str = "float32"
     looked_up: bool = False
     settle_until: float = 0.0
@@ -375,6 +376,8 @@ class Attempt:
         if not self.looked_up and now < self.look_up_by:
             return
         if self.candidates.may_come():
+            return
+        if not joined and self.lone_waits:
             return
         if len(joined) + 1 < self.expected and self.unsettled:
             return  # one of them may stand in our line when its round is over, and find us here

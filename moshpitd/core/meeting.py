@@ -210,6 +210,7 @@ class Meeting:
             attempt.looked_up = False
             state.effects.append(LookUp(key))
         attempt.unsettled = self.unsettled()
+        attempt.lone_waits = not flat and not self._everybody_tells()
         attempt.start(now)
         state.collect(attempt.effects)
         return attempt

@@ -61,6 +61,9 @@ EVERYONE = 64
 """Up to so many peers one directory answer names them all, so cells can be dealt by rank without
 collisions."""
 
+FRESH = 2.0
+"""Refreshes after which a record that has not changed proves nothing of its peer's round."""
+
 COLLISION_FRESH_S = 5.0
 """Only a record this fresh proves that two peers stand in one cell now; coordinates change every
 round."""
@@ -104,11 +107,7 @@ class Place:
         self.peers = sight.count.peers(sight.swarm, sight.schema)
         self._adopt(sight, now)
         self._propose(sight, now)
-        heard = sight.swarm.round_number(self.round, self.shape, sight.schema)
-        # Within a sweep the others may just be done earlier than our line, which waits for us; out
-        # of step is who is a sweep behind, or found nobody where it was.
-        if self.lonely or heard - self.round >= len(self.shape.sides):
-            self.round = heard
+        self._fall_into_step(sight, now)
         self._leave_shared_cell(sight, now)
         self.sparse = self._sparse()
 
@@ -119,9 +118,11 @@ class Place:
         return meeting_key(self.shape, self.coordinates, self.round)
 
     def expected(self) -> int:
-        """Members of a full group under our key; 0 where nobody can say."""
-        if is_flat(self.shape) or self.sparse:
+        """Members of a full group under our key; 0 in the flat group, where all are known."""
+        if is_flat(self.shape):
             return 0
+        if self.sparse:
+            return max(self.shape.sides)
         return self.shape.sides[axis_of(self.shape, self.round)]
 
     def small(self, swarm: Swarm, schema: bytes) -> bool:
@@ -180,6 +181,31 @@ class Place:
         self.peers = peers
         if self._far(peers) or self.outside >= PATIENCE:
             self._reshape(max(1, round(MARGIN * peers)), sight, now)
+
+    def _fall_into_step(self, sight: Sight, now: float) -> None:
+        """Go to the round where most others are, if we are out of step with them.
+
+        Within a sweep the others may just be done earlier than our line, which waits for us; out of
+        step is who is a sweep behind or ahead, or found nobody where it was. Going back is as good
+        as going on: a round number only says which axis is free. Records that have not changed for
+        long say nothing: their peers may be gone.
+        """
+        sweep = len(self.shape.sides)
+        median = sight.swarm.census(sight.schema).median_round(self.round, self.shape)
+        if is_flat(self.shape) or (not self.lonely and abs(median - self.round) < sweep):
+            return
+        since = now - FRESH * self.params.refresh_s
+        rounds = sorted(
+            entry.record.round
+            for entry in sight.swarm.live(sight.schema)
+            if entry.heard_at >= since and entry.record.shape == self.shape
+        )
+        heard = rounds[len(rounds) // 2] if rounds else self.round
+        ahead = self.round - heard
+        if ahead <= (-1 if self.lonely else -sweep) or (
+            ahead >= (2 if self.lonely else sweep) and len(rounds) > 1
+        ):
+            self.round = heard
 
     # -- shapes
 
