@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from moshpitd.core.messages import Join, Record
@@ -34,6 +34,7 @@ class Candidate:
     asked_at: float = 0.0
     join: Join | None = None
     reason: Reason | None = None
+    again: bool = False  # what we asked was said a second time
     leader: str = ""  # whom it follows, if ELSEWHERE
     waited_for: bool = True  # False: it made others wait in vain; its Later holds nobody up
 
@@ -42,20 +43,160 @@ class Candidate:
 class Following:
     leader: str
     since: float
+    again_at: float = 0.0  # when we say our Join again, if nothing comes
     accepted: bool = False
     until: float = 0.0
 
 
-def sentence(candidates: Collection[Candidate]) -> str:
-    """What became of them: "heard 3 peers: 2 declined (schema_differs), 1 lost (unreachable)"."""
-    if not candidates:
+@dataclass(slots=True)
+class Candidates:
+    """Everybody known under the key. Invariant: a Join is kept exactly for those that JOINED."""
+
+    known: dict[str, Candidate] = field(default_factory=dict)
+
+    def __contains__(self, peer_id: str) -> bool:
+        return peer_id in self.known
+
+    def __getitem__(self, peer_id: str) -> Candidate:
+        return self.known[peer_id]
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def get(self, peer_id: str) -> Candidate | None:
+        return self.known.get(peer_id)
+
+    def items(self) -> list[tuple[str, Candidate]]:
+        return list(self.known.items())
+
+    def add(self, record: Record, *, waited_for: bool = True) -> None:
+        """A peer that may meet us under this key."""
+        known = self.known.get(record.peer_id)
+        if known is None:
+            self.known[record.peer_id] = Candidate(record, waited_for=waited_for)
+            return
+        # One that was in an earlier round when we asked declined as moved; it may be here now.
+        moved = known.reason is Reason.MOVED and record.round > known.record.round
+        known.record = record
+        if known.answer is Answer.LOST or (known.answer is Answer.DECLINED and moved):
+            known.answer, known.reason = Answer.UNASKED, None
+
+    def joined(self) -> list[str]:
+        return [p for p, c in self.known.items() if c.answer is Answer.JOINED]
+
+    def joins(self) -> list[Join]:
+        return [c.join for c in self.known.values() if c.answer is Answer.JOINED and c.join]
+
+    def asked_at(self, *, once: bool = False) -> list[float]:
+        """When each answer that is outstanding was asked for. `once`: and not a second time."""
+        return [
+            c.asked_at
+            for c in self.known.values()
+            if c.answer is Answer.ASKED and not (once and c.again)
+        ]
+
+    def silent(self, for_s: float, now: float) -> list[str]:
+        """Those that were asked once and have not answered for so long."""
+        return [
+            p
+            for p, c in self.known.items()
+            if c.answer is Answer.ASKED and not c.again and now >= c.asked_at + for_s
+        ]
+
+    def may_come(self) -> bool:
+        """Is there anybody whom a leader has to wait for?"""
+        return any(
+            c.answer in (Answer.UNASKED, Answer.ASKED)
+            or (c.answer is Answer.LATER and c.waited_for)
+            for c in self.known.values()
+        )
+
+    def may_lead(self, peer_id: str) -> bool:
+        candidate = self.known.get(peer_id)
+        return candidate is not None and candidate.answer in (Answer.UNASKED, Answer.LATER)
+
+    def lowest_unasked_below(self, peer_id: str) -> str | None:
+        below = [p for p, c in self.known.items() if p < peer_id and c.answer is Answer.UNASKED]
+        return min(below) if below else None
+
+    def waited_in_vain(self) -> list[str]:
+        return [p for p, c in self.known.items() if c.answer is Answer.LATER]
+
+    def mark(self, peer_id: str, answer: Answer, reason: Reason | None, now: float = 0.0) -> None:
+        candidate = self.known.get(peer_id)
+        if candidate is not None:
+            candidate.answer, candidate.reason, candidate.join = answer, reason, None
+            candidate.asked_at, candidate.again = now, False
+
+    def joins_with(self, peer_id: str, join: Join, now: float) -> bool:
+        """The peer joined us, and brings those that follow it; False if one of them is unknown."""
+        candidate = self.known[peer_id]
+        candidate.answer, candidate.join, candidate.reason = Answer.JOINED, join, None
+        for other in self.known.values():
+            if other.answer is Answer.ELSEWHERE and other.leader == peer_id:
+                # It comes along with its leader.
+                other.answer, other.asked_at, other.again = Answer.ASKED, now, False
+        for follower in join.followers:
+            known = self.known.get(follower)
+            if known is not None and known.answer is not Answer.JOINED:
+                known.answer, known.asked_at, known.again = Answer.ASKED, now, False
+        return all(follower in self.known for follower in join.followers)
+
+    def follows(self, peer_id: str, leader: str) -> None:
+        self.mark(peer_id, Answer.ELSEWHERE, None)
+        if peer_id in self.known:
+            self.known[peer_id].leader = leader
+
+    def leaderless(self, leader: str) -> None:
+        """Whoever followed `leader` is looking for one again, like us."""
+        for candidate in self.known.values():
+            if candidate.answer is Answer.ELSEWHERE and candidate.leader == leader:
+                candidate.answer, candidate.leader = Answer.UNASKED, ""
+
+    def nobody_elsewhere(self) -> None:
+        """Our leader is lost: those that it had may be had again."""
+        for candidate in self.known.values():
+            if candidate.answer is Answer.ELSEWHERE:
+                candidate.answer = Answer.UNASKED
+
+    def seen(self, peer_id: str) -> None:
+        """It stands under our key now. That it was under another one when we asked must not keep us
+        from following our leader to it."""
+        candidate = self.known[peer_id]
+        if candidate.answer in (Answer.DECLINED, Answer.LOST):
+            candidate.answer, candidate.reason = Answer.LATER, None
+
+    def words(self) -> list[str]:
+        """What became of each, in the words that a person reads."""
+        return [_said(candidate) for candidate in self.known.values()]
+
+
+def _said(candidate: Candidate) -> str:
+    match candidate.answer:
+        case Answer.DECLINED if candidate.reason is not None:
+            return f"refused: {spelled(candidate.reason)}"
+        case Answer.LOST if candidate.reason is not None:
+            return spelled(candidate.reason)
+        case Answer.LATER:
+            return "not ready"
+        case Answer.ELSEWHERE:
+            return "with another leader"
+        case Answer.JOINED:
+            return "joined"
+        case _:
+            return "not answered yet"
+
+
+def spelled(reason: Reason) -> str:
+    return reason.value.replace("_", " ")
+
+
+def sentence(words: Sequence[str]) -> str:
+    """ "heard 3 peers, 2 refused: schema differs, 1 unreachable"."""
+    if not words:
         return "heard no other peer"
-    words: dict[str, int] = {}
-    for candidate in candidates:
-        word = candidate.answer.name.lower()
-        if candidate.reason is not None:
-            word += f" ({candidate.reason.value})"
-        words[word] = words.get(word, 0) + 1
-    return f"heard {len(candidates)} peers: " + ", ".join(
-        f"{n} {word}" for word, n in words.items()
-    )
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word] = counts.get(word, 0) + 1
+    said = ", ".join(f"{n} {word}" for word, n in counts.items())
+    return f"heard {len(words)} peer{'s' if len(words) > 1 else ''}, {said}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moshpitd.core.candidates import OPEN, Answer, Candidate, Following, sentence
+from moshpitd.core.candidates import OPEN, Answer, Candidates, Following
 from moshpitd.core.effects import Effect, Send
 from moshpitd.core.group import form_group, group_id_of
 from moshpitd.core.messages import (
@@ -40,6 +40,10 @@ OF_AN_INVITE = 0
 
 ALIVE_S = 1.0
 """A waiting leader repeats Accepted this often, so a dead one is noticed in two of them."""
+
+AGAIN_S = 0.7
+"""A Join, an Invite or a sign of life that is overdue by so much is asked for again: a message lost
+in a hundred must not cost its peer the round, and an answer from abroad is here by then."""
 
 SLACK_S = 0.25
 """Added to a leader's announced wait before its followers give it up: Begin needs one trip, clocks
@@ -67,10 +71,11 @@ class Attempt:
     unsettled: int = (
         1  # live peers whose cell for this round is not known yet; 1 where nobody counts
     )
+    lone_waits: bool = False  # not all that may come are known: with nobody here, wait the window
     codec: str = "float32"
     looked_up: bool = False
     settle_until: float = 0.0
-    candidates: dict[str, Candidate] = field(default_factory=dict)
+    candidates: Candidates = field(default_factory=Candidates)
     waiting: dict[str, float] = field(
         default_factory=dict
     )  # leaders that invited us -> until when they wait
@@ -95,15 +100,7 @@ class Attempt:
 
     def add(self, record: Record, now: float, *, waited_for: bool = True) -> None:
         """A peer that may meet us under this key."""
-        known = self.candidates.get(record.peer_id)
-        if known is None:
-            self.candidates[record.peer_id] = Candidate(record, waited_for=waited_for)
-        else:
-            # One that was in an earlier round when we asked declined as moved; it may be here now.
-            moved = known.reason is Reason.MOVED and record.round > known.record.round
-            known.record = record
-            if known.answer is Answer.LOST or (known.answer is Answer.DECLINED and moved):
-                known.answer, known.reason = Answer.UNASKED, None
+        self.candidates.add(record, waited_for=waited_for)
 
     def found(self, now: float, *, look_up_took: float) -> None:
         """The directory has answered. Peers that announced while we looked up reach us within one
@@ -168,7 +165,7 @@ class Attempt:
             return False
         if sender != group.leader and all(member.peer_id != sender for member in group.members):
             return False
-        if any(candidate.answer is Answer.JOINED for candidate in self.candidates.values()):
+        if self.candidates.joined():
             return False  # others rely on us by now
         mine = [member for member in group.members if member.peer_id == self.me.peer_id]
         return (
@@ -205,7 +202,9 @@ class Attempt:
         self.clock = now
         if self.over:
             return
+        self._ask_again(now)
         for peer_id, candidate in self.candidates.items():
+            # Written like `deadline`, so that both round alike.
             if (
                 candidate.answer is Answer.ASKED
                 and now >= candidate.asked_at + self.params.answer_timeout_s
@@ -217,7 +216,7 @@ class Attempt:
             self._lose(following.leader, Reason.SILENT, now)
         if now >= self.deadline_at:
             # A leader whose own call is over cannot take part in what it would begin.
-            if self.leading and self._joined() and now < self.call_ends_at:
+            if self.leading and self.candidates.joined() and now < self.call_ends_at:
                 self._begin()
             else:
                 self.abandon(Reason.TIMEOUT)
@@ -225,24 +224,21 @@ class Attempt:
         self._decide(now)
         if self.group is None and self.leading and now >= self.alive_at + ALIVE_S:
             self.alive_at = now
-            for peer_id in self._joined():
-                join = self.candidates[peer_id].join
-                if join is not None:
-                    self._send(peer_id, Accepted(self.key, join.attempt, self._waits(now)))
+            for join in self.candidates.joins():
+                accepted = Accepted(self.key, join.attempt, self._waits(now))
+                self._send(join.record.peer_id, accepted)
 
     def deadline(self) -> float:
         """The next instant at which something ends."""
         times = [self.deadline_at]
-        times += [
-            c.asked_at + self.params.answer_timeout_s
-            for c in self.candidates.values()
-            if c.answer is Answer.ASKED
-        ]
+        times += [at + self.params.answer_timeout_s for at in self.candidates.asked_at()]
         if self.following is not None:
+            times.append(self.following.again_at)
             if self.following.accepted:
                 times.append(self.following.until)
         else:
-            if self._joined():
+            times += [at + AGAIN_S for at in self.candidates.asked_at(once=True)]
+            if self.candidates.joined():
                 times.append(self.alive_at + ALIVE_S)
             times.append(self.window_end)
             patience = self.settle_until if self.looked_up else self.look_up_by
@@ -258,12 +254,6 @@ class Attempt:
     def leading(self) -> bool:
         return self.following is None
 
-    def sentence(self) -> str:
-        return sentence(self.candidates.values())
-
-    def waited_in_vain(self) -> list[str]:
-        return [p for p, c in self.candidates.items() if c.answer is Answer.LATER]
-
     # -- answers
 
     def _on_invite(self, sender: str, message: Invite, now: float) -> None:
@@ -271,7 +261,7 @@ class Attempt:
         self.waiting[sender] = now + message.waits_s
         if self.following is not None:
             if self.following.leader != sender:
-                self._seen(sender)
+                self.candidates.seen(sender)
                 self._send(sender, Redirect(self.key, message.attempt, self.following.leader))
             return
         if self.candidates[sender].answer in (
@@ -281,7 +271,7 @@ class Attempt:
             Answer.LOST,
         ):
             self.candidates[sender].answer = Answer.UNASKED  # an invitation is news
-        if self._joined() and sender > self.me.peer_id:
+        if self.candidates.joined() and sender > self.me.peer_id:
             # Two leaders: the lower one stays. The other side gives way when it hears our
             # invitation.
             self._invite(sender, now)
@@ -293,28 +283,19 @@ class Attempt:
         if self.following is not None:
             if self.following.leader != sender:
                 self.add(message.record, now)
-                self._seen(sender)
+                self.candidates.seen(sender)
                 self._send(sender, Redirect(self.key, message.attempt, self.following.leader))
                 return
             if self.following.accepted or self.me.peer_id > sender:
                 return  # our Joins crossed: the lower PeerID leads, and that is the other side
             self.following = None
         self.add(message.record, now)
-        candidate = self.candidates[sender]
-        candidate.answer, candidate.join, candidate.reason = Answer.JOINED, message, None
         self.waiting.pop(sender, None)
-        for other in self.candidates.values():
-            if other.answer is Answer.ELSEWHERE and other.leader == sender:
-                other.answer, other.asked_at = Answer.ASKED, now  # it comes along with its leader
-        for follower in message.followers:
-            known = self.candidates.get(follower)
-            if known is None:
-                # Not in our directory answer yet: its Join is one Redirect away, so listen a little
-                # longer.
-                self.settle_until = max(self.settle_until, now + 4 * self.params.settle_s)
-            elif known.answer is not Answer.JOINED:
-                known.answer, known.asked_at = Answer.ASKED, now
-        if not self._joined()[1:]:
+        if not self.candidates.joins_with(sender, message, now):
+            # Not in our directory answer yet: its Join is one Redirect away, so listen a little
+            # longer.
+            self.settle_until = max(self.settle_until, now + 4 * self.params.settle_s)
+        if not self.candidates.joined()[1:]:
             self.alive_at = now
         self._send(sender, Accepted(self.key, message.attempt, self._waits(now)))
         self._decide(now)
@@ -324,14 +305,14 @@ class Attempt:
             self._send(sender, Leave(self.key, self.number))
             return
         # It leads: no follower of ours, and nobody to wait for beyond its own signs of life.
-        self._mark(sender, Answer.ELSEWHERE, None)
+        self.candidates.mark(sender, Answer.ELSEWHERE, None)
         self.following.accepted = True
         self.following.until = min(now + 2 * ALIVE_S + SLACK_S, self.deadline_at)
-        for peer_id in self._joined():
-            join = self.candidates[peer_id].join
-            if join is not None:
-                self._send(peer_id, Redirect(self.key, join.attempt, sender))
-            self._follows(peer_id, sender)
+        self.following.again_at = now + ALIVE_S + SLACK_S
+        for join in self.candidates.joins():
+            follower = join.record.peer_id
+            self._send(follower, Redirect(self.key, join.attempt, sender))
+            self.candidates.follows(follower, sender)
 
     def _on_no(self, sender: str, answer: Answer, reason: Reason, now: float) -> None:
         if reason is Reason.WEIGHT:
@@ -340,7 +321,7 @@ class Attempt:
         known = self.candidates.get(sender)
         if known is None:
             return
-        self._mark(sender, answer, reason)
+        self.candidates.mark(sender, answer, reason)
         self.waiting.pop(sender, None)
         if self.following is not None and self.following.leader == sender:
             self._unfollow(now)
@@ -348,18 +329,18 @@ class Attempt:
 
     def _on_redirect(self, sender: str, leader: str, now: float) -> None:
         if leader == self.me.peer_id:
-            self._mark(sender, Answer.ASKED, None, now)  # its Join is on the way
+            self.candidates.mark(sender, Answer.ASKED, None, now)  # its Join is on the way
             return
         followed = self.following is not None and self.following.leader == sender
         if self.following is not None and not followed:
             return
-        self._follows(sender, leader)
+        self.candidates.follows(sender, leader)
         known = self.candidates.get(leader)
         if known is not None and known.answer is Answer.JOINED:
-            self._mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
+            self.candidates.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
         elif known is not None and known.answer in (Answer.LOST, Answer.DECLINED):
             # Gone for us; the sender may be about to hear the same, and then looks for others.
-            self._mark(sender, Answer.LATER, None)
+            self.candidates.mark(sender, Answer.LATER, None)
         if followed:
             self.following = None
             if known is not None and (
@@ -368,7 +349,7 @@ class Attempt:
                 self._join(leader, now)
                 return
         elif known is not None and known.answer in OPEN:
-            if leader < self.me.peer_id or not self._joined():
+            if leader < self.me.peer_id or not self.candidates.joined():
                 self._join(leader, now)
                 return
             known.answer = Answer.UNASKED
@@ -379,7 +360,7 @@ class Attempt:
     def _decide(self, now: float) -> None:
         if self.over or self.following is not None:
             return
-        joined = self._joined()
+        joined = self.candidates.joined()
         if len(joined) + 1 >= self.params.max_group:
             self._begin()
             return
@@ -397,20 +378,12 @@ class Attempt:
 
     def _someone_to_ask(self, now: float) -> str | None:
         """A leader that waits for us, else the lowest PeerID below ours that may be ready."""
-        leaders = [p for p, until in self.waiting.items() if now < until and self._may_lead(p)]
-        below = [
-            p
-            for p, c in self.candidates.items()
-            if p < self.me.peer_id and c.answer is Answer.UNASKED
-        ]
-        return min(leaders) if leaders else min(below) if below else None
-
-    def _may_lead(self, peer_id: str) -> bool:
-        candidate = self.candidates.get(peer_id)
-        return candidate is not None and candidate.answer in (Answer.UNASKED, Answer.LATER)
+        waiting = [p for p, until in self.waiting.items() if now < until]
+        leaders = [p for p in waiting if self.candidates.may_lead(p)]
+        return min(leaders) if leaders else self.candidates.lowest_unasked_below(self.me.peer_id)
 
     def _close_if_complete(self, now: float) -> None:
-        joined = self._joined()
+        joined = self.candidates.joined()
         if now >= self.window_end:
             self._begin() if joined else self.abandon(Reason.NO_PEERS)
             return
@@ -418,11 +391,9 @@ class Attempt:
             return
         if not self.looked_up and now < self.look_up_by:
             return
-        if any(
-            c.answer in (Answer.UNASKED, Answer.ASKED)
-            or (c.answer is Answer.LATER and c.waited_for)
-            for c in self.candidates.values()
-        ):
+        if self.candidates.may_come():
+            return
+        if not joined and self.lone_waits:
             return
         if len(joined) + 1 < self.expected and self.unsettled:
             return  # one of them may stand in our line when its round is over, and find us here
@@ -430,7 +401,7 @@ class Attempt:
 
     def _begin(self) -> None:
         mine = Join(self.key, self.number, self.me, self.weight, self.newcomer)
-        joins = [c.join for c in self.candidates.values() if c.answer is Answer.JOINED and c.join]
+        joins = self.candidates.joins()
         self.group = form_group(
             mine,
             joins,
@@ -461,18 +432,53 @@ class Attempt:
     # -- small steps
 
     def _join(self, leader: str, now: float) -> None:
-        self.following = Following(leader, now)
-        self._mark(leader, Answer.ASKED, None, now)
-        followers = tuple(self._joined())
+        self.following = Following(leader, now, again_at=now + AGAIN_S)
+        self.candidates.mark(leader, Answer.ASKED, None, now)
+        self._say_join(leader)
+
+    def _say_join(self, leader: str) -> None:
+        followers = tuple(self.candidates.joined())
         self._send(
             leader, Join(self.key, self.number, self.me, self.weight, self.newcomer, followers)
         )
 
+    def _ask_again(self, now: float) -> None:
+        """Say once more what may have been lost; both sides take it for the same."""
+        if self.following is not None:
+            if now >= self.following.again_at:
+                self.following.again_at = now + AGAIN_S
+                self._say_join(self.following.leader)
+            return
+        for peer_id in self.candidates.silent(AGAIN_S, now):
+            self.candidates[peer_id].again = True
+            self._say_invite(peer_id, now)
+
+    def undelivered(self, to: str, message: Message, now: float) -> bool:
+        """A message of ours was not delivered; True if it was said again. A peer that is there but
+        was missed once answers now, one that is gone is found out a round trip later."""
+        candidate = self.candidates.get(to)
+        if self.over or candidate is None or candidate.answer is not Answer.ASKED:
+            return False
+        if candidate.again:
+            return False
+        candidate.again = True
+        if isinstance(message, Join) and self.following is not None:
+            if self.following.leader == to:
+                self._say_join(to)
+                return True
+        elif isinstance(message, Invite) and self.following is None:
+            self._say_invite(to, now)
+            return True
+        return False
+
     def _invite(self, peer_id: str, now: float) -> None:
         candidate = self.candidates[peer_id]
         if candidate.answer is Answer.UNASKED:
-            candidate.answer, candidate.asked_at = Answer.ASKED, now
+            candidate.answer, candidate.asked_at, candidate.again = Answer.ASKED, now, False
         self.invited[peer_id] = now
+        self._say_invite(peer_id, now)
+
+    def _say_invite(self, peer_id: str, now: float) -> None:
         self._send(
             peer_id, Invite(self.key, OF_AN_INVITE, self.me, max(0.0, self.window_end - now))
         )
@@ -485,43 +491,18 @@ class Attempt:
         self.window_end = min(
             self.deadline_at, max(self.window_end, now + self.params.answer_timeout_s)
         )
-        for candidate in self.candidates.values():
-            if candidate.answer is Answer.ELSEWHERE:
-                candidate.answer = Answer.UNASKED
-
-    def _mark(self, peer_id: str, answer: Answer, reason: Reason | None, now: float = 0.0) -> None:
-        candidate = self.candidates.get(peer_id)
-        if candidate is not None:
-            candidate.answer, candidate.reason, candidate.join = answer, reason, None
-            candidate.asked_at = now
+        self.candidates.nobody_elsewhere()
 
     def _lose(self, peer_id: str, reason: Reason, now: float) -> None:
         """The peer is gone; whoever followed it is looking for a leader again, like us."""
-        self._mark(peer_id, Answer.LOST, reason)
+        self.candidates.mark(peer_id, Answer.LOST, reason)
         self.waiting.pop(peer_id, None)
-        for candidate in self.candidates.values():
-            if candidate.answer is Answer.ELSEWHERE and candidate.leader == peer_id:
-                candidate.answer, candidate.leader = Answer.UNASKED, ""
+        self.candidates.leaderless(peer_id)
         if self.following is not None and self.following.leader == peer_id:
             self._unfollow(now)
 
-    def _follows(self, peer_id: str, leader: str) -> None:
-        self._mark(peer_id, Answer.ELSEWHERE, None)
-        if peer_id in self.candidates:
-            self.candidates[peer_id].leader = leader
-
     def _waits(self, now: float) -> float:
         return max(self.params.settle_s, self.window_end - now)
-
-    def _seen(self, peer_id: str) -> None:
-        """It stands under our key now. That it was under another one when we asked must not keep us
-        from following our leader to it."""
-        candidate = self.candidates[peer_id]
-        if candidate.answer in (Answer.DECLINED, Answer.LOST):
-            candidate.answer, candidate.reason = Answer.LATER, None
-
-    def _joined(self) -> list[str]:
-        return [p for p, c in self.candidates.items() if c.answer is Answer.JOINED]
 
     def _send(self, to: str, message: Message) -> None:
         self.effects.append(Send(to, message))

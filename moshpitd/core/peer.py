@@ -17,11 +17,11 @@ from __future__ import annotations
 import random
 
 from moshpitd.core import events as ev
-from moshpitd.core.allreduce import Round
+from moshpitd.core.asking import Asking
 from moshpitd.core.calls import Calls
 from moshpitd.core.donor import Donor
-from moshpitd.core.effects import Effect, LookUp, Send
-from moshpitd.core.grid import PEERS_KEY, is_flat
+from moshpitd.core.effects import Effect, Send
+from moshpitd.core.hearing import Hearing
 from moshpitd.core.messages import (
     Accepted,
     Again,
@@ -33,7 +33,6 @@ from moshpitd.core.messages import (
     DigestQuery,
     DigestReply,
     Goodbye,
-    Group,
     Hello,
     Invite,
     Join,
@@ -60,9 +59,9 @@ from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
 from moshpitd.core.presence import Presence
 from moshpitd.core.quiet import Quiet
-from moshpitd.core.soundness import is_sane, is_sound
+from moshpitd.core.soundness import is_sane
 from moshpitd.core.state import State
-from moshpitd.core.swarm import Swarm, first_difference, same_lineage
+from moshpitd.core.swarm import Swarm
 from moshpitd.core.work import QUESTIONS, Conductor, Work
 
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
@@ -101,6 +100,8 @@ class Peer:
             quiet=Quiet(params),
         )
         self.conductor = Conductor(self.state)
+        self.hearing = Hearing(self.state, self.conductor)
+        self.asking = Asking(self.state, self.conductor)
         self.calls = Calls(self.state, self.conductor)
 
     # -- the doors
@@ -133,9 +134,9 @@ class Peer:
             case ev.Undelivered():
                 self._on_undelivered(event.to, event.message, now)
             case ev.Found():
-                self._on_found(event, now)
+                self.hearing.found(event, now)
             case ev.Announced():
-                self._on_announced(event, now)
+                self.hearing.announced(event, now)
             case ev.Addressed():
                 self.state.presence.update(
                     addresses=event.addresses,
@@ -209,7 +210,7 @@ class Peer:
             len(current.group.members),
             current.parts_done(),
             len(self.state.part_sizes),
-            self.state.place.round,
+            current.group.round,
         )
 
     def peers(self) -> list[tuple[Record, float, str, str]]:
@@ -225,19 +226,19 @@ class Peer:
             if record.peer_id != sender or not is_sane(record):
                 self.state.strike(sender, Reason.NOT_MEMBER, now)
                 return
-            self._hear(record, now, direct=True)
+            self.hearing.record(record, now, direct=True)
         else:
             self.state.swarm.alive(sender, now)
         work = self.conductor.work
         if isinstance(message, (Invite, Join)):
-            self._on_ask(sender, message, now)
+            self.asking.asked(sender, message, now)
         elif isinstance(message, MATCHING):
             if work is not None and work.attempt is not None and message.key == work.attempt.key:
                 work.attempt.receive(sender, message, now)
             elif isinstance(message, Leave) and work is not None and work.round is not None:
-                self._left_late(work.round, sender, message, now)
+                self.asking.left_late(work.round, sender, message, now)
         elif isinstance(message, Begin):
-            self._on_begin(sender, message.group, now)
+            self.asking.begun(sender, message.group, now)
         elif isinstance(message, OF_A_ROUND):
             for ended in self.conductor.lingering:
                 if ended.st.group_id == message.group_id:
@@ -275,166 +276,24 @@ class Peer:
                 )
                 self.state.effects.append(Send(sender, reply))
         elif isinstance(message, Goodbye):
-            self._lose(sender, message.reason, now)
+            self.hearing.lose(sender, message.reason, now)
         if work is not None and work.catch_up is not None:
             work.catch_up.heard(sender, now)
 
-    def _on_ask(self, sender: str, message: Invite | Join, now: float) -> None:
-        refusal = self.state.refuse(message.record, now)
-        heaviest = self.state.params.max_weight * self.state.params.max_trainers
-        if isinstance(message, Join) and not 0 <= message.weight <= heaviest:
-            refusal = Reason.WEIGHT
-            self.state.strike(sender, Reason.WEIGHT, now)
-        if refusal is None and message.key != self.state.place.key():
-            refusal = Reason.MOVED
-        if refusal is Reason.LINEAGE and self._will_follow(message.record):
-            # We take its state before we next average: it should wait for us.
-            self.state.effects.append(
-                Send(sender, Later(message.key, message.attempt, self.state.record))
-            )
-            return
-        if refusal is not None:
-            self.state.note("refused", sender, refusal)
-            self.state.effects.append(
-                Send(sender, Declined(message.key, message.attempt, refusal, self.state.record))
-            )
-            return
-        work = self.conductor.work
-        attempt = work.attempt if work is not None else None
-        if attempt is not None and attempt.key == message.key:
-            attempt.receive(sender, message, now)
-            return
-        if (
-            isinstance(message, Invite)
-            and len(self.state.invites) < self.state.params.max_candidates
-        ):
-            self.state.invites[sender] = (message.key, now + message.waits_s)
-        self.state.effects.append(
-            Send(sender, Later(message.key, message.attempt, self.state.record))
-        )
-
-    def _will_follow(self, record: Record) -> bool:
-        winner = self.state.swarm.winning_lineage(
-            self.state.lineage, self.state.version, self.state.record.schema
-        )
-        return same_lineage(record.lineage, winner)
-
-    def _on_begin(self, sender: str, group: Group, now: float) -> None:
-        work = self.conductor.work
-        attempt = work.attempt if work is not None else None
-        if (
-            work is not None
-            and work.round is not None
-            and work.round.group.group_id == group.group_id
-        ):
-            return  # the same Begin twice
-        if all(member.peer_id != self.state.peer_id for member in group.members):
-            self.state.strike(sender, Reason.NOT_MEMBER, now)
-            return
-        sound = (
-            is_sound(group, self.state.params)
-            and group.schema == self.state.record.schema
-            and same_lineage(group.lineage, self.state.lineage)
-            and group.codec == self.state.codec
-        )
-        if attempt is not None and sound and attempt.accept_begin(sender, group):
-            latest = max(member.version for member in group.members)
-            if latest - self.state.version <= self.state.params.max_version_lag:
-                attempt.enter(group, relayed=sender != group.leader)
-                self.state.collect(attempt.effects)
-                return
-            self.state.strike(sender, Reason.VERSION, now)
-            attempt.abandon(Reason.VERSION)
-        for member in group.members[: self.state.params.max_group]:
-            if member.peer_id != self.state.peer_id:
-                self.state.effects.append(
-                    Send(member.peer_id, NotMember(group.group_id, self.state.peer_id))
-                )
-
-    def _left_late(self, current: Round, sender: str, message: Leave, now: float) -> None:
-        """Its Leave crossed our Begin: it will not take part, and the others should know at
-        once."""
-        group = current.group
-        if group.leader != self.state.peer_id or group.key != message.key:
-            return
-        if any(m.peer_id == sender and m.attempt == message.attempt for m in group.members):
-            current.lost(sender, Reason.NOT_MEMBER, now)
-            self._disown(group, sender)
-
-    def _disown(self, group: Group, peer_id: str) -> None:
-        for member in group.members:
-            if member.peer_id not in (self.state.peer_id, peer_id):
-                self.state.effects.append(Send(member.peer_id, NotMember(group.group_id, peer_id)))
-
     def _on_undelivered(self, to: str, message: Message, now: float) -> None:
         work = self.conductor.work
+        attempt = work.attempt if work is not None else None
+        if attempt is not None and attempt.undelivered(to, message, now):
+            return
         if isinstance(message, Begin) and work is not None and work.round is not None:
-            self._disown(message.group, to)
+            if to not in work.told_again:
+                work.told_again[to] = True
+                self.state.effects.append(Send(to, message))
+                return
+            self.asking.disown(message.group, to)
         if work is not None and work.round is not None:
             work.round.lost(to, Reason.UNREACHABLE, now)
-        self._lose(to, Reason.UNREACHABLE, now)
-
-    def _lose(self, peer_id: str, reason: Reason, now: float) -> None:
-        if self.state.swarm.lose(peer_id, reason):
-            self.state.note("peer_lost", peer_id, reason)
-        self.state.invites.pop(peer_id, None)
-        if self.conductor.work is not None and self.conductor.work.attempt is not None:
-            self.conductor.work.attempt.lost(peer_id, reason, now)
-        if self.conductor.work is not None and self.conductor.work.catch_up is not None:
-            self.conductor.work.catch_up.lost(peer_id, reason, now)
-
-    def _hear(self, record: Record, now: float, *, direct: bool) -> None:
-        if self.state.swarm.hear(record, now, direct=direct):
-            self.state.note("peer_heard", record.peer_id)
-            if not direct and self.state.presence.present:
-                # A look-up told us of it; this tells it of us, so that both sides know each other
-                # at once, also one with another schema, which is to be told apart by both.
-                self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
-        attempt = self.conductor.work.attempt if self.conductor.work is not None else None
-        place = self.state.place
-        ours = record.schema == self.state.record.schema
-        here = ours and record.round == place.round and place.meets(record)
-        if attempt is not None and attempt.expected and here:
-            attempt.add(record, now)  # it stands in our line this round
-        entry = self.state.swarm.heard.get(record.peer_id)
-        if entry is not None and record.schema == self.state.record.schema:
-            entry.note = ""
-        if (
-            entry is not None
-            and self.state.record.schema
-            and record.schema != self.state.record.schema
-            and not entry.note
-        ):
-            entry.note = first_difference(self.state.record.schema_text, record.schema_text)
-            self.state.note("refused", record.peer_id, Reason.SCHEMA, detail=entry.note)
-
-    def _on_found(self, event: ev.Found, now: float) -> None:
-        for record in event.records:
-            if record.peer_id != self.state.peer_id and is_sane(record):
-                self._hear(record, now, direct=False)
-        if event.key == PEERS_KEY:
-            self.state.presence.found(now, ok=event.ok)
-        work = self.conductor.work
-        if work is None:
-            return
-        if work.attempt is not None and event.key == work.attempt.key:
-            self.conductor.add_candidates(work.attempt, now)
-            took = (
-                self.state.presence.look_up_took
-                if is_flat(self.state.place.shape)
-                else now - work.attempt.started
-            )
-            work.attempt.found(now, look_up_took=took)
-        if work.catch_up is not None and event.key == PEERS_KEY:
-            work.catch_up.found(now)
-
-    def _on_announced(self, event: ev.Announced, now: float) -> None:
-        if event.key == PEERS_KEY:
-            self.state.presence.stored(now)
-        attempt = self.conductor.work.attempt if self.conductor.work is not None else None
-        if attempt is not None and event.key == attempt.key and event.key != PEERS_KEY:
-            # Only now: of two peers that store before they look up, at least one finds the other.
-            self.state.effects.append(LookUp(event.key))
+        self.hearing.lose(to, Reason.UNREACHABLE, now)
 
     def _on_data(self, event: ev.Event, now: float) -> None:
         work = self.conductor.work

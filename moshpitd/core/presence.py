@@ -1,18 +1,27 @@
 """How a peer is seen: its record, announced in time and kept true, and the list of the others
 looked up now and then.
 
+In a large run the record lies in one of many shards, and a few of the others are looked up with it.
+What was learned while everything changed is looked up again soon: after `EAGER_S`, then twice that,
+and so on up to `refresh_s`.
+
 One rule: whatever changes in a record reaches the directory within `refresh_s`, and never more
-often.
+often, but for a change of the shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moshpitd.core.effects import Announce, Effect, LookUp
 from moshpitd.core.grid import PEERS_KEY
 from moshpitd.core.messages import Record
 from moshpitd.core.params import Params
+from moshpitd.core.shards import keys_of
+
+EAGER_S = 1.0
+"""First interval of look-ups after a start or a new shape: ten times what one takes abroad."""
 
 
 @dataclass(slots=True)
@@ -22,13 +31,20 @@ class Presence:
     params: Params
     record: Record
     present: bool = False
+    keys: tuple[str, ...] = (PEERS_KEY,)  # where our record lies; the first is our shard
     announced: Record | None = None
     announced_at: float = float("-inf")
     found_at: float = float("-inf")
-    asked_at: float | None = None  # a look-up of the peers' key is on its way since then
+    asked_at: float | None = None  # a look-up of our shard is on its way since then
     look_up_took: float = 0.0
+    every_s: float = EAGER_S
     storing: bool = False  # the first announcement is on its way; the first look-up waits for it
     effects: list[Effect] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """Our shard: the run's peers, or our part of them."""
+        return self.keys[0]
 
     def update(self, **changes: object) -> Record:
         """Our record with these changes, under a new number if there are any."""
@@ -43,7 +59,23 @@ class Presence:
         Store, then look up: of two peers that do it in this order at least one finds the other.
         """
         self.present = self.storing = True
+        self.every_s = EAGER_S
         self._announce(now)
+
+    def move(self, depth: int, now: float) -> None:
+        """The run is of another size: our record belongs under other keys now."""
+        keys, old = keys_of(self.record.peer_id, depth), self.keys
+        if keys == old:
+            return
+        self.keys, self.asked_at, self.every_s = keys, None, EAGER_S
+        self.storing = self.present
+        if self.present:
+            self._withdraw([key for key in old if key not in keys])
+            self._announce(now)
+
+    def hurry(self) -> None:
+        """Things change: look again soon."""
+        self.every_s = EAGER_S
 
     def stored(self, now: float) -> None:
         if self.storing:
@@ -51,6 +83,8 @@ class Presence:
             self.look_up(now)
 
     def vanish(self) -> None:
+        if self.present:
+            self._withdraw(self.keys)
         self.present = self.storing = False
         self.asked_at = None
         self.announced, self.announced_at = None, float("-inf")
@@ -58,7 +92,7 @@ class Presence:
     def look_up(self, now: float) -> None:
         if self.asked_at is None and not self.storing:
             self.asked_at = now
-            self.effects.append(LookUp(PEERS_KEY))
+            self.effects.append(LookUp(self.key))
 
     def found(self, now: float, *, ok: bool) -> None:
         if self.asked_at is not None:
@@ -66,6 +100,7 @@ class Presence:
         self.asked_at = None
         if ok:
             self.found_at = now
+            self.every_s = min(2 * self.every_s, self.params.refresh_s)
 
     def fresh(self, now: float) -> bool:
         return now - self.found_at <= self.params.found_fresh_s
@@ -88,7 +123,13 @@ class Presence:
 
     def _announce(self, now: float) -> None:
         self.announced, self.announced_at = self.record, now
-        self.effects.append(Announce(PEERS_KEY, self.record, self.params.ttl_s))
+        for key in self.keys:
+            self.effects.append(Announce(key, self.record, self.params.ttl_s))
+
+    def _withdraw(self, keys: Sequence[str]) -> None:
+        """A ttl of 0 takes a record back."""
+        for key in keys:
+            self.effects.append(Announce(key, self.record, 0.0))
 
     def _announce_at(self) -> float:
         # The number grows with every change, so it says the same as comparing the records.
@@ -100,4 +141,4 @@ class Presence:
             return self.asked_at + 4 * self.params.answer_timeout_s
         if self.storing or self.found_at == float("-inf"):
             return self.announced_at + self.params.answer_timeout_s
-        return self.found_at + self.params.refresh_s
+        return self.found_at + self.every_s

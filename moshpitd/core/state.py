@@ -74,10 +74,10 @@ class State:
             return Reason.LINEAGE
         if self.version - record.version > self.params.max_version_lag:
             return Reason.VERSION
-        median, others = self.swarm.median_version(
-            self.version, self.lineage, self.record.schema, since=now - self.params.window_s
-        )
-        if others >= 3 and record.version - median > self.params.max_version_lag:
+        since = now - self.params.window_s
+        if self.swarm.too_far_ahead(
+            record.version, self.version, self.lineage, self.record.schema, since=since
+        ):
             self.strike(record.peer_id, Reason.VERSION, now)
             return Reason.VERSION
         return None

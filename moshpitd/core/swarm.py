@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moshpitd.core.census import Census
 from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 
 GOODBYES = (Reason.NO_TRAINER, Reason.DRAINING, Reason.PREEMPTED)
 """Why a peer leaves, in its own words."""
+
+FULL_S = 1.0
+"""With no room for a new peer, none is looked for again for so long: a directory answer may name a
+thousand."""
 
 
 @dataclass(slots=True)
@@ -34,12 +39,16 @@ class Heard:
 
 
 class Swarm:
-    """Invariant: at most one entry per peer, never ourselves, at most `max_candidates` entries."""
+    """Invariant: at most one entry per peer, never ourselves, at most `max_candidates` entries;
+    each census counts exactly the entries of its schema that are not lost."""
 
     def __init__(self, params: Params, me: str) -> None:
         self.params = params
         self.me = me
         self.heard: dict[str, Heard] = {}
+        self._full_until = float("-inf")
+        self._census: dict[bytes, Census] = {}
+        self._live: dict[bytes, dict[str, Heard]] = {}  # schema -> those that are not lost
 
     def hear(self, record: Record, now: float, *, direct: bool) -> bool:
         """Learn a record; True if the peer was unknown or had been lost."""
@@ -51,17 +60,17 @@ class Swarm:
                 return False
             never = float("-inf")
             at = now if direct else never
-            self.heard[record.peer_id] = Heard(record, now, direct_at=at, stated_at=at)
+            entry = self.heard[record.peer_id] = Heard(record, now, direct_at=at, stated_at=at)
+            self._count(entry)
             return True
-        newer = record.sequence > entry.record.sequence
         was_lost = entry.lost is not None
         if record.round > entry.record.round:
             entry.missed = 0  # it moves again
-        if direct or newer:
+        if direct or record.sequence > entry.record.sequence:
             # A peer's own words hold whatever their number: it may have lost its counter in a
             # crash.
-            entry.record, entry.heard_at = record, now
-            entry.lost = None
+            self._replace(entry, record)
+            entry.heard_at = now
         if direct:
             entry.direct_at = entry.stated_at = now
         return was_lost and entry.lost is None
@@ -71,7 +80,10 @@ class Swarm:
         for peer_id in members:
             entry = self.heard.get(peer_id)
             if entry is not None and entry.record.version < version:
-                entry.record = replace(entry.record, version=version)
+                newer = replace(entry.record, version=version)
+                if entry.lost is None:
+                    self._census[newer.schema].exchange(entry.record, newer)
+                entry.record = newer
 
     def alive(self, peer_id: str, now: float) -> None:
         """The peer spoke (a message without a record). Who said goodbye in the middle of a round
@@ -79,16 +91,29 @@ class Swarm:
         entry = self.heard.get(peer_id)
         if entry is not None:
             entry.heard_at = entry.direct_at = now
-            if entry.lost not in GOODBYES:
+            if entry.lost is not None and entry.lost not in GOODBYES:
                 entry.lost = None
+                self._count(entry)
 
     def lose(self, peer_id: str, reason: Reason) -> bool:
         """The peer is gone until it is heard again; True if it counted as alive."""
         entry = self.heard.get(peer_id)
         if entry is None or entry.lost is not None:
             return False
+        self._discount(entry)
         entry.lost = reason
         return True
+
+    def is_news(self, record: Record) -> bool:
+        """Does a record out of the directory say more than we know?"""
+        entry = self.heard.get(record.peer_id)
+        if entry is None:
+            return record.peer_id != self.me
+        return record.sequence > entry.record.sequence
+
+    def is_lost(self, peer_id: str) -> bool:
+        entry = self.heard.get(peer_id)
+        return entry is not None and entry.lost is not None
 
     def expire(self, now: float) -> list[str]:
         """Forget peers not heard of for `heard_fresh_s`; their ids."""
@@ -96,7 +121,7 @@ class Swarm:
             p for p, entry in self.heard.items() if now - entry.heard_at > self.params.heard_fresh_s
         ]
         for peer_id in old:
-            del self.heard[peer_id]
+            self._forget(peer_id)
         return old
 
     def strike(self, peer_id: str, now: float) -> None:
@@ -114,13 +139,17 @@ class Swarm:
         )
 
     def live(self, schema: bytes) -> list[Heard]:
-        """Peers that are not known to be gone and train the same tensors, in order of first
-        hearing."""
-        return [
-            entry
-            for entry in self.heard.values()
-            if entry.lost is None and entry.record.schema == schema
-        ]
+        """Peers that are not known to be gone and train the same tensors, in the order in which
+        they were first heard or came back."""
+        return list(self._live.get(schema, {}).values())
+
+    def living(self, schema: bytes) -> int:
+        """How many those are."""
+        return len(self._live.get(schema, ()))
+
+    def census(self, schema: bytes) -> Census:
+        """What the live peers that train the same tensors say, added up."""
+        return self._census.get(schema) or Census()
 
     def lines(self, members: dict[str, bool]) -> list[tuple[Record, float, str, str]]:
         """(record, heard at, member | heard | lost, note) of everybody known."""
@@ -134,20 +163,33 @@ class Swarm:
     def round_number(self, own: int, shape: Shape, schema: bytes) -> int:
         """The upper median of the round numbers heard (our own among them) if that is ahead of
         ours."""
-        rounds = [own, *(e.record.round for e in self.live(schema) if e.record.shape == shape)]
-        return max(own, upper_median(rounds))
+        return max(own, self.census(schema).median_round(own, shape))
 
     def median_version(
         self, own: int, lineage: Lineage, schema: bytes, *, since: float = float("-inf")
     ) -> tuple[int, int]:
         """(upper median of the versions heard in this lineage, ours among them; number of others
         heard)."""
+        if since == float("-inf"):
+            return self.census(schema).median_version(own, lineage.digest)
         versions = [
             e.record.version
             for e in self.live(schema)
             if same_lineage(e.record.lineage, lineage) and e.stated_at >= since
         ]
         return upper_median([own, *versions]), len(versions)
+
+    def too_far_ahead(
+        self, version: int, own: int, lineage: Lineage, schema: bytes, *, since: float
+    ) -> bool:
+        """Does it claim more than `max_version_lag` above the median of those that stated theirs
+        `since`? Two others are too few to tell."""
+        lag = self.params.max_version_lag
+        lowest = self.census(schema).lowest_version(lineage.digest)
+        if version - min(own, own if lowest is None else lowest) <= lag:
+            return False  # no median of these is lower than their lowest
+        median, others = self.median_version(own, lineage, schema, since=since)
+        return others >= 3 and version - median > lag
 
     def winning_lineage(self, own: Lineage, own_version: int, schema: bytes) -> Lineage:
         """The one lineage that may average: confirmed by two peers before not, then the highest
@@ -156,38 +198,60 @@ class Swarm:
         The version that counts for a lineage is the second highest claimed in it (the highest where
         only one peer speaks for it), so one liar cannot lift a lineage over the others.
         """
-        claims: dict[bytes, tuple[Lineage, list[int]]] = {own.digest: (own, [own_version])}
-        for entry in self.live(schema):
-            lineage = entry.record.lineage
-            held, versions = claims.setdefault(lineage.digest, (lineage, []))
-            versions.append(entry.record.version)
-            if lineage.founder < held.founder:  # the same state under two founders is one lineage
-                claims[lineage.digest] = (lineage, versions)
-
-        def rank(claim: tuple[Lineage, list[int]]) -> tuple[bool, int]:
-            ordered = sorted(claim[1], reverse=True)
-            return len(ordered) >= 2, ordered[min(1, len(ordered) - 1)]
-
-        best = max(rank(claim) for claim in claims.values())
-        return min(
-            (claim[0] for claim in claims.values() if rank(claim) == best),
-            key=lambda it: (it.founder, it.digest),
-        )
+        return self.census(schema).winner(own, own_version)
 
     def _make_room(self, now: float) -> bool:
-        """Drop the entry that is lost or, failing that, stalest; a struck-out peer keeps its entry
-        longest."""
+        """Drop those that are lost or, failing that, the stalest eighth that nothing was heard of
+        lately; a struck-out peer keeps its entry longest."""
+        if now < self._full_until:
+            return False
         gone = [(e.strikes, e.heard_at, p) for p, e in self.heard.items() if e.lost is not None]
         if not gone:
             gone = [
-                (0.0, e.heard_at, p)
+                (e.strikes, e.heard_at, p)
                 for p, e in self.heard.items()
-                if now - e.heard_at > self.params.ttl_s
+                if now - e.heard_at > self.params.found_fresh_s
             ]
         if not gone:
+            self._full_until = now + FULL_S
             return False
-        del self.heard[min(gone)[2]]
+        for _, _, peer_id in sorted(gone)[: max(1, self.params.max_candidates // 8)]:
+            self._forget(peer_id)
         return True
+
+    def _forget(self, peer_id: str) -> None:
+        entry = self.heard[peer_id]
+        if entry.lost is None:
+            self._discount(entry)
+        del self.heard[peer_id]
+
+    def _replace(self, entry: Heard, record: Record) -> None:
+        """`record` is what the peer says now, and it lives."""
+        old = entry.record
+        if entry.lost is None and old.schema == record.schema:
+            self._census[old.schema].exchange(old, record)
+            entry.record = record
+            return
+        if entry.lost is None:
+            self._discount(entry)
+        entry.record, entry.lost = record, None
+        self._count(entry)
+
+    def _count(self, entry: Heard) -> None:
+        schema = entry.record.schema
+        census = self._census.get(schema)
+        if census is None:
+            census = self._census[schema] = Census()
+            self._live[schema] = {}
+        census.add(entry.record)
+        self._live[schema][entry.record.peer_id] = entry
+
+    def _discount(self, entry: Heard) -> None:
+        schema = entry.record.schema
+        self._census[schema].remove(entry.record)
+        del self._live[schema][entry.record.peer_id]
+        if not self._live[schema]:
+            del self._census[schema], self._live[schema]
 
 
 def same_lineage(a: Lineage, b: Lineage) -> bool:

@@ -12,18 +12,15 @@ from dataclasses import dataclass, field, replace
 from moshpitd.core import events as ev
 from moshpitd.core.allreduce import Round
 from moshpitd.core.catchup import CatchUp, adopted
-from moshpitd.core.effects import Announce, Finish, LoadSnapshot, RefreshSnapshot, Send
-from moshpitd.core.grid import is_flat
+from moshpitd.core.effects import Finish, LoadSnapshot, RefreshSnapshot, Send
+from moshpitd.core.ending import badness, seen_by
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.matchmaking import Attempt
+from moshpitd.core.meeting import Meeting
 from moshpitd.core.messages import Hello, Message, Missing, NotMember, Resend, TakeOver
-from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
+from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.state import State
 from moshpitd.core.swarm import same_lineage
-
-MISSED = 2
-"""Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
-"""
 
 CATCH_UPS = 3
 """Catch-ups within one call: lineages that keep overtaking each other must not keep a trainer
@@ -63,6 +60,8 @@ class Work:
     phase_at: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     worst: Outcome | None = None
+    told_again: dict[str, bool] = field(default_factory=dict)  # whose Begin was not delivered once
+    skipped: bool = False  # this round was tried for a second time, where the others are
     accepted: int = 0  # rounds whose result is in the bucket
     version_before: int = 0
     cancelled: dict[str, bool] = field(default_factory=dict)
@@ -74,6 +73,7 @@ class Conductor:
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self.meeting = Meeting(state)
         self.work: Work | None = None
         self.lingering: list[Lingering] = []
 
@@ -126,11 +126,12 @@ class Conductor:
             self._caught_up(work, work.catch_up, now)
             return True
         if work.attempt is not None:
-            work.attempt.unsettled = self._unsettled()
+            work.attempt.unsettled = self.meeting.unsettled()
             work.attempt.tick(now)
             self.state.collect(work.attempt.effects)
-            if not work.attempt.over and work.catch_ups < CATCH_UPS and self.state.behind():
-                work.attempt.abandon(Reason.LINEAGE)
+            may_catch_up = work.attempt.group is None and work.catch_ups < CATCH_UPS
+            if may_catch_up and self.state.behind():
+                work.attempt.abandon(Reason.LINEAGE)  # if it has not ended by itself
                 self.state.collect(work.attempt.effects)
                 self._end_phase(work, "matchmaking", now)
                 work.attempt = None
@@ -209,7 +210,8 @@ class Conductor:
             self._tell_everybody()
         elif same_lineage(winner, self.state.lineage) and winner != self.state.lineage:
             self.state.presence.update(lineage=adopted(self.state.record, winner))
-            self._tell_everybody()
+            if self.state.swarm.living(self.state.record.schema) <= self.state.params.max_group:
+                self._tell_everybody()  # the same bits under a lower founder: nobody refuses us
         self.state.caught_up = catch_up.failed is None
         stale = [trainer for trainer, is_stale in self.state.trainers.items() if is_stale]
         if stale and self.state.caught_up and self.state.donor.version is not None:
@@ -231,84 +233,19 @@ class Conductor:
             self.attempt(work, now)
 
     def attempt(self, work: Work, now: float) -> None:
-        self.state.place.prepare(self.state.swarm, self.state.record.schema, self.state.rng, now)
-        for shape in self.state.place.changes:
-            self.state.note("shape_adopted", epoch=shape.epoch, sides=list(shape.sides))
-        self.state.place.changes.clear()
+        work.phase_at = now
+        attempt = self.meeting.attempt(work.weight, deadline_at=work.deadline_at, now=now)
         if not work.rounds_left:
             asked = [call.rounds for call in work.calls]
             work.rounds_left = max(asked) if all(asked) else len(self.state.place.shape.sides)
-        record = self.state.presence.update(
-            round=self.state.place.round,
-            coordinates=self.state.place.coordinates,
-            shape=self.state.place.shape,
-        )
-        self.state.attempts += 1
-        work.phase_at = now
-        key = self.state.place.key()
-        flat = is_flat(self.state.place.shape)
-        attempt = Attempt(
-            params=self.state.params,
-            me=record,
-            key=key,
-            number=self.state.attempts,
-            weight=work.weight,
-            newcomer=self.state.newcomer,
-            nonce=self.state.rng.getrandbits(63),
-            started=now,
-            deadline_at=min(work.deadline_at, now + self.state.params.attempt_timeout_s),
-            call_ends_at=work.deadline_at,
-            expected=self.state.place.expected(),
-            codec=self.state.codec,
-            looked_up=flat and self.state.presence.fresh(now),
-            settle_until=self.state.presence.found_at
-            + max(self.state.params.settle_s, self.state.presence.look_up_took),
-        )
         work.attempt = attempt
-        self.state.note("attempt_started", key=key, round=self.state.place.round)
-        self.add_candidates(attempt, now)
-        for leader, (invited_key, until) in list(self.state.invites.items()):
-            if until <= now:
-                del self.state.invites[leader]
-            elif invited_key == key and leader in attempt.candidates:
-                attempt.waiting[leader] = until
-        if flat:
-            if not attempt.looked_up:
-                self.state.presence.look_up(now)
-        else:
-            self.state.effects.append(Announce(key, record, self.state.params.ttl_s))
-            if self.state.place.small(self.state.swarm, record.schema):
-                for entry in self.state.swarm.live(record.schema):
-                    self.state.effects.append(
-                        Send(entry.record.peer_id, Hello(record, answer=True))
-                    )
-        attempt.unsettled = self._unsettled()
-        attempt.start(now)
-        self.state.collect(attempt.effects)
-
-    def add_candidates(self, attempt: Attempt, now: float) -> None:
-        for entry in self.state.swarm.live(self.state.record.schema):
-            record = entry.record
-            if (
-                not self.state.place.meets(record)
-                or self.state.refuse(record, now) is Reason.STRIKES
-            ):
-                continue  # one of another lineage is still worth asking: it may hold ours by now
-            attempt.add(record, now, waited_for=entry.missed < MISSED)
-
-    def _unsettled(self) -> int:
-        place, schema = self.state.place, self.state.record.schema
-        if not place.small(self.state.swarm, schema):
-            return 1
-        late = place.unsettled(self.state.swarm, schema)
-        return sum(1 for entry in late if entry.missed < MISSED)
 
     def _attempted(self, work: Work, attempt: Attempt, now: float) -> None:
         """Matchmaking is over: a group, or nobody."""
         work.attempt = None
         self._end_phase(work, "matchmaking", now)
         # A call that ended before its window says nothing about whom it would have waited for.
-        for peer_id in attempt.waited_in_vain() if now < work.deadline_at else []:
+        for peer_id in attempt.candidates.waited_in_vain() if now < work.deadline_at else []:
             entry = self.state.swarm.heard.get(peer_id)
             if entry is not None:
                 entry.missed += 1
@@ -320,13 +257,17 @@ class Conductor:
             early, self.state.early = self.state.early, []
             for sender, message in early:
                 self._not_ours(sender, message)
-            reason = attempt.ended or Reason.NO_PEERS
+            reason, said = attempt.ended or Reason.NO_PEERS, self.meeting.sentence(attempt)
             self.state.note(
                 "attempt_ended",
                 reason=reason,
-                detail=attempt.sentence(),
+                detail=said,
                 heard=len(attempt.candidates),
             )
+            if self._moved_on(attempt) and not work.skipped and now < work.deadline_at:
+                work.skipped = True
+                self.attempt(work, now)
+                return
             self.state.place.alone()
             failed: Reason | None = Reason.TIMEOUT if now >= work.deadline_at else None
             if reason is Reason.WEIGHT:
@@ -334,12 +275,14 @@ class Conductor:
             outcome = Outcome(
                 Status.FAILED if failed else Status.ALONE,
                 failed or Reason.NO_PEERS,
-                attempt.sentence(),
+                said,
                 accepted=failed is None,
                 contributors=(self.state.peer_id,),
                 total_weight=work.weight,
                 parts=len(self.state.part_sizes),
             )
+            self.meeting.thin(1, attempt.expected, now)
+            self.meeting.arrange(now)
             self._after_round(work, outcome, now)
             return
         for member in group.members:
@@ -361,9 +304,11 @@ class Conductor:
             rng=self.state.rng,
         )
         work.round, work.phase_at = current, now
+        work.told_again.clear()
         current.start(now)
         if attempt.relayed:
             current.lost(group.leader, Reason.LINK_LOST, now)
+        self.state.place.finished(group, current.index)
         early, self.state.early = self.state.early, []
         for sender, message in early:
             if getattr(message, "group_id", b"") == group.group_id:
@@ -379,6 +324,24 @@ class Conductor:
             members=[member.peer_id for member in group.members],
         )
         self.state.collect(current.effects)
+        self.meeting.thin(len(group.members), attempt.expected, now)
+        self.meeting.arrange(now)
+
+    def _moved_on(self, attempt: Attempt) -> bool:
+        """Did nobody come because our line is in a later round by now? Then we go there too."""
+        rounds = []
+        for peer_id, candidate in attempt.candidates.items():
+            entry = self.state.swarm.heard.get(peer_id)
+            if (
+                candidate.reason is Reason.MOVED
+                and entry is not None
+                and entry.record.shape == attempt.me.shape
+                and entry.record.round > attempt.me.round
+            ):
+                rounds.append(entry.record.round)
+        if rounds:
+            self.state.place.skip_to(rounds)
+        return bool(rounds)
 
     def _not_ours(self, sender: str, message: Message) -> None:
         """It came before a Begin that never came. Whoever waits for an answer shall know."""
@@ -400,7 +363,6 @@ class Conductor:
         group = current.group
         for index in current.audits.strikes:
             self.state.strike(group.members[index].peer_id, Reason.AUDIT, now)
-        self.state.place.finished(group, current.index)
         if outcome.accepted:
             work.accepted += 1
             version = 1 + max(member.version for member in group.members)
@@ -413,13 +375,9 @@ class Conductor:
         self._after_round(work, outcome, now)
 
     def _after_round(self, work: Work, outcome: Outcome, now: float) -> None:
-        self.state.presence.update(
-            round=self.state.place.round,
-            coordinates=self.state.place.coordinates,
-            shape=self.state.place.shape,
-        )
         work.rounds_left -= 1
-        if work.worst is None or _badness(outcome) >= _badness(work.worst):
+        work.skipped = False
+        if work.worst is None or badness(outcome) >= badness(work.worst):
             work.worst = outcome
         go_on = (
             outcome.status is not Status.FAILED
@@ -433,7 +391,7 @@ class Conductor:
         if (
             outcome.status is Status.ALONE
             and not self.state.had_company
-            and not self.state.swarm.live(self.state.record.schema)
+            and not self.state.swarm.living(self.state.record.schema)
         ):
             # A run of one peer: its own rounds are all the averages there are, so they count. Who
             # arrives later finds the higher version and loads it, instead of the lower PeerID
@@ -447,7 +405,7 @@ class Conductor:
     def _refresh(self, work: Work, outcome: Outcome) -> None:
         """The donor copy follows the result, from a bucket whose trainer lives and holds it."""
         for call in work.calls:
-            if call.trainer in self.state.trainers and _for(call, outcome).accepted:
+            if call.trainer in self.state.trainers and seen_by(call, outcome).accepted:
                 self.state.effects.append(RefreshSnapshot(self.state.version, call.trainer))
                 # In order: what is asked of the copy next meets the new one.
                 self.state.donor.holds(self.state.version, self.state.donor.witnesses)
@@ -476,7 +434,7 @@ class Conductor:
             loaded_snapshot=work.loaded,
             seconds=tuple(work.seconds.items()),
         )
-        takers = [_for(call, outcome).accepted for call in work.calls]
+        takers = [seen_by(call, outcome).accepted for call in work.calls]
         if work.accepted and not any(takers):
             # Nobody takes it, so nobody here holds that average.
             self.state.presence.update(version=work.version_before)
@@ -501,7 +459,7 @@ class Conductor:
                 took=now - work.started,
             )
         for call in work.calls + work.late:
-            self.state.effects.append(Finish(call.token, call.trainer, _for(call, outcome)))
+            self.state.effects.append(Finish(call.token, call.trainer, seen_by(call, outcome)))
         for sync in work.syncs:
             self.state.effects.append(Finish(sync.token, sync.trainer, outcome))
         if self.state.draining:
@@ -510,19 +468,3 @@ class Conductor:
     def _end_phase(self, work: Work, phase: str, now: float) -> None:
         work.seconds[phase] = work.seconds.get(phase, 0.0) + max(0.0, now - work.phase_at)
         work.phase_at = now
-
-
-def _for(call: ev.Contributed, outcome: Outcome) -> Outcome:
-    """The outcome as this caller's options see it."""
-    if not outcome.accepted or outcome.loaded_snapshot:
-        return outcome
-    if outcome.participants < call.min_participants:
-        reason = outcome.reason if outcome.status is Status.ALONE else Reason.TOO_FEW
-        return replace(outcome, accepted=False, reason=reason)
-    if outcome.status is Status.PARTIAL and call.on_partial is not OnPartial.ACCEPT:
-        return replace(outcome, accepted=False)
-    return outcome
-
-
-def _badness(outcome: Outcome) -> int:
-    return (Status.COMPLETE, Status.ALONE, Status.PARTIAL, Status.FAILED).index(outcome.status)

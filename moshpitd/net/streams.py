@@ -4,7 +4,7 @@ One rule: no lock is held while the kernel is waited for. An SSL object must not
 threads at once, and CPython releases the GIL inside it without a lock of its own; so it works on
 memory here, under a lock, and only ciphertext meets the socket. That also pays in calls: a TLS
 socket asks the kernel twice per record of 16 KiB to read and once to write, this asks once per
-256 KiB. Measured one way over loopback, both ends on 2 cores: 2.0 to 2.4 GB/s on a quiet machine and
+256 KiB. Measured one way over loopback, both ends on 2 cores: 1.5 to 2.9 GB/s on a quiet machine,
 0.4 to 1.2 GB/s where others wanted the cores too, an ssl.SSLSocket 1.0 and 0.2 to 0.3 GB/s.
 """
 

@@ -16,6 +16,9 @@ from moshpitd.sim.plan import Partition
 _NORMAL = NormalDist()
 SAMPLED = 4096
 """Enough for a median."""
+ANSWER_RECORDS = 2048
+"""More records than that under one key are no answer at all: hivemind's unary messages end at about
+2 MiB, and a record with its addresses and signature is about 1 KiB."""
 
 
 class Links:
@@ -167,12 +170,21 @@ class Directory:
         return self.fails <= 0.0 or self._fails.random() >= self.fails
 
     def store(self, key: str, record: Record, *, ttl_s: float, now: float) -> None:
+        """Of a ttl of 0: take it back."""
+        if ttl_s <= 0.0:
+            self._slots.get(key, {}).pop(record.peer_id, None)
+            return
         late = 0.0
         if self.stale > 0.0 and self._stale.random() < self.stale:
             late = self._options.stale_s * self._stale.lognormvariate(0.0, 0.5)
-        slot = self._slots.setdefault(key, {}).setdefault(record.peer_id, _Slot())
+        slots = self._slots.setdefault(key, {})
+        slot = slots.get(record.peer_id)
+        if slot is None:
+            slot = slots[record.peer_id] = _Slot()
         seen = [stored for stored in slot.kept if stored.visible_at <= now][-1:]
-        slot.kept = [*seen, _Stored(record, now, now + late, now + ttl_s)]
+        # Of what stood there before only the newest matters, and only while this one is not seen.
+        before = seen if late else ()
+        slot.kept = [*before, _Stored(record, now, now + late, now + ttl_s)]
 
     def find(
         self,
@@ -181,34 +193,42 @@ class Directory:
         asker: str,
         now: float,
         unseen: Callable[[str, float], bool] | None = None,
-    ) -> tuple[Record, ...]:
-        """Records under `key` but the asker's own, in order of their first store.
+    ) -> tuple[Record, ...] | None:
+        """Records under `key` but the asker's own, in order of their first store; None when they
+        are too many for one answer.
 
-        `unseen(peer, stored at)`: behind a partition. An answer that is too long for one message
-        is cut, each time elsewhere.
+        `unseen(peer, stored at)`: behind a partition. An answer that is too long for the option's
+        limit is cut, each time elsewhere.
         """
         slots = self._slots.get(key)
         if not slots:
             return ()
+        if len(slots) > ANSWER_RECORDS:
+            return None
         found: list[Record] = []
         dead: list[str] = []
         for peer_id, slot in slots.items():
-            if all(stored.expires_at <= now for stored in slot.kept):
-                dead.append(peer_id)
-                continue
+            newest = slot.kept[-1]
+            if unseen is None and newest.visible_at <= now < newest.expires_at:
+                record = newest.record
+            else:
+                if all(stored.expires_at <= now for stored in slot.kept):
+                    dead.append(peer_id)
+                    continue
+                shown = [
+                    s.record
+                    for s in slot.kept
+                    if s.visible_at <= now < s.expires_at
+                    and not (unseen is not None and unseen(peer_id, s.stored_at))
+                ]
+                if not shown:
+                    continue
+                record = shown[-1]
             if peer_id == asker:
-                continue
-            shown = [
-                s.record
-                for s in slot.kept
-                if s.visible_at <= now < s.expires_at
-                and not (unseen is not None and unseen(peer_id, s.stored_at))
-            ]
-            if not shown:
                 continue
             if self.hidden > 0.0 and self._hidden.random() < self.hidden:
                 continue
-            found.append(shown[-1])
+            found.append(record)
         for peer_id in dead:
             del slots[peer_id]
         most = self._options.directory_answer

@@ -14,9 +14,10 @@ from random import Random
 
 from moshpitd.core.grid import cell
 from moshpitd.core.group import group_id_of
+from moshpitd.core.headcount import Headcount
 from moshpitd.core.messages import Group, Lineage, Member
 from moshpitd.core.params import Params
-from moshpitd.core.placing import Place
+from moshpitd.core.placing import Place, Sight
 from moshpitd.core.swarm import Swarm
 from moshpitd.sim.faults import stream
 
@@ -50,7 +51,8 @@ class GridWalk:
         params.check()
         self.places = [Place(params, name) for name in self._names]
         for place in self.places:
-            place.prepare(Swarm(params, place.me), b"", Random(0), 0.0)  # takes the pinned shape
+            alone = Sight(Swarm(params, place.me), b"", Headcount(params, place.me), Random(0))
+            place.prepare(alone, 0.0)  # takes the pinned shape
         for place, start in zip(self.places, cells or _cells(peers, sides, seed), strict=True):
             place.coordinates = start
 

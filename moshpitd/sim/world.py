@@ -254,7 +254,7 @@ class World:
             effect.key, asker=node.peer_id, now=self.now,
             unseen=unseen if self.links.parted else None,
         )  # fmt: skip
-        self._tell_same(node, incarnation, Found(effect.key, records))
+        self._tell_same(node, incarnation, Found(effect.key, records or (), ok=records is not None))
 
     # -- time --------------------------------------------------------------------------------------
 

@@ -330,7 +330,9 @@ class Hands:
         known = {reason.value: reason for reason in Reason}
         for _, note in self.notes:
             found |= {known[word] for word in [note.reason] if word in known}
-            found |= {reason for word, reason in known.items() if f"({word})" in note.detail}
+            if note.what == "attempt_ended":
+                said = {word.replace("_", " "): reason for word, reason in known.items()}
+                found |= {reason for words, reason in said.items() if words in note.detail}
         for outcome in self.outcomes.values():
             found |= {outcome.reason} if outcome.reason is not None else set()
             found |= {reason for _, reason in outcome.excluded}
@@ -386,6 +388,8 @@ class Hands:
                 self._send(name, effect.to, effect.message)
             case ef.Announce():
                 self.directory.setdefault(effect.key, {})[name] = effect.record
+                if effect.ttl_s <= 0.0:
+                    del self.directory[effect.key][name]  # taken back
                 self.tell(name, ev.Announced(effect.key, True))
             case ef.LookUp():
                 ok = name not in self.directory_fault

@@ -360,7 +360,7 @@ def test_a_lost_join_leaves_the_two_alone_for_one_answer_timeout_only() -> None:
     hands.finish()
     assert all(hands.outcomes[t].status is Status.ALONE for t in tokens.values())
     assert all(waited(hands, t) <= 2.5 for t in tokens.values())
-    assert "no_answer" in hands.outcomes[tokens["p01"]].detail
+    assert "no answer" in hands.outcomes[tokens["p01"]].detail
     hands.drop = lambda sender, to, what: False
     hands.run(until_s=hands.now + 20.0)
     tokens = hands.start()
@@ -453,7 +453,7 @@ def test_three_strikes_and_a_peer_is_not_grouped_with_until_they_have_faded() ->
     tokens = hands.start()
     hands.finish()
     assert [hands.outcomes[t].group_size for t in tokens.values()] == [2, 2, 1]
-    assert "too_many_strikes" in hands.outcomes[tokens["p02"]].detail
+    assert "too many strikes" in hands.outcomes[tokens["p02"]].detail
     hands.run(until_s=hands.now + 700.0)  # more than a half-life: below three
     tokens = hands.start()
     hands.finish()

@@ -1,0 +1,119 @@
+"""How many peers the run has, as far as the directory says, and which shapes have been proposed.
+
+While all records lie under one key the count is exact. Beyond that it is what a few shards hold,
+scaled up. Records outlive their peers, so those that are known to be lost and those that stand far
+behind everybody's round number are not counted; and when the own shard turns out to be dead in
+part, the other counted shards are taken to be as well.
+
+One rule: it counts and remembers; what follows from a number is `placing`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moshpitd.core.grid import PEERS_KEY
+from moshpitd.core.messages import Record, Shape
+from moshpitd.core.params import Params
+from moshpitd.core.shards import counted, keys_of, surveyed
+from moshpitd.core.swarm import Swarm
+
+SHAPE_KEY = "shape"
+"""Directory key under which the few that proposed a shape say so; too few to fill it. Their records
+there carry the shape, and the round from which on it holds."""
+
+STALE_ROUNDS = 8
+"""A record so far behind the median round belongs to a peer that is gone: a live one is stored anew
+within `refresh_s` of any change, and rounds of less than two seconds each are rare."""
+
+KEPT = 64
+"""Proposals remembered, the latest: eight epochs of the few that propose each."""
+
+
+@dataclass(slots=True)
+class Headcount:
+    """Invariant: `counts` holds only shards of the current depth."""
+
+    params: Params
+    me: str
+    depth: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # shard key -> live records at last look
+    shard: tuple[str, ...] = ()  # PeerIDs in our shard at the last look
+    proposals: dict[str, tuple[Shape, int]] = field(
+        default_factory=dict
+    )  # who proposes -> shape, and from which round on
+    survey: dict[str, int | None] = field(default_factory=dict)  # shard key -> count, None: asked
+
+    @property
+    def key(self) -> str:
+        """Our shard."""
+        return keys_of(self.me, self.depth)[0]
+
+    def move(self, depth: int) -> None:
+        if depth != self.depth:
+            self.depth = depth
+            self.counts.clear()
+            self.survey.clear()
+
+    def to_count(self) -> tuple[str, ...]:
+        """The other shards that are looked up with ours."""
+        return counted(self.me, self.depth)
+
+    def begin_survey(self) -> tuple[str, ...]:
+        """Keys to look up before a shape is proposed; none while one survey runs."""
+        if any(count is None for count in self.survey.values()):
+            return ()
+        self.survey = dict.fromkeys(surveyed(self.me, self.depth))
+        return tuple(self.survey)
+
+    def surveyed(self) -> int | None:
+        """The number of peers, once every shard of the survey has been counted; then it is over."""
+        counts = [count for count in self.survey.values() if count is not None]
+        if not counts or len(counts) < len(self.survey):
+            return None
+        own = 1 if self.key in self.survey else 0
+        peers = round((sum(counts) + own) * (1 << self.depth) / len(counts))
+        self.survey.clear()
+        return peers
+
+    def found(self, key: str, records: tuple[Record, ...], swarm: Swarm, mine: Record) -> None:
+        """The directory's answer for a shard or for the proposals."""
+        if key == SHAPE_KEY:
+            for record in records:
+                if record.schema == mine.schema:
+                    self.proposals.pop(record.peer_id, None)
+                    self.proposals[record.peer_id] = (record.shape, record.round)
+            for peer_id in [
+                p for p, it in self.proposals.items() if it[0].epoch < mine.shape.epoch
+            ]:
+                del self.proposals[peer_id]
+            while len(self.proposals) > KEPT:
+                del self.proposals[next(iter(self.proposals))]
+            return
+        oldest = swarm.census(mine.schema).median_round(mine.round, mine.shape) - STALE_ROUNDS
+        live = [
+            record.peer_id
+            for record in records
+            if record.schema == mine.schema
+            and (record.round >= oldest or record.shape.epoch > mine.shape.epoch)
+            and not swarm.is_lost(record.peer_id)
+        ]
+        if key in self.survey:
+            self.survey[key] = len(live)
+        if key == self.key:
+            self.shard = tuple(live)
+        if key == self.key or key in self.to_count():
+            self.counts[key] = len(live)
+
+    def peers(self, swarm: Swarm, schema: bytes) -> int:
+        """How many there are, ourselves among them."""
+        known = swarm.living(schema)
+        if not self.depth or self.key not in self.counts:
+            roomy = len(swarm.heard) < self.params.max_candidates
+            counted_here = self.counts.get(PEERS_KEY, 0) if not self.depth else 0
+            return (known if roomy else max(known, counted_here)) + 1
+        told = [peer_id for peer_id in self.shard if peer_id in swarm.heard]
+        gone = sum(1 for peer_id in told if swarm.is_lost(peer_id))
+        living = (len(told) - gone + 1) / (len(told) + 1)
+        total = (sum(self.counts.values()) + 1) * living
+        return max(1, round(total * (1 << self.depth) / len(self.counts)))
