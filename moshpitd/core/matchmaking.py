@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from moshpitd.core.candidates import OPEN, Answer, Candidates, Following
 from moshpitd.core.effects import Effect, Send
-from moshpitd.core.group import form_group, group_id_of
+from moshpitd.core.group import form_group
 from moshpitd.core.messages import (
     Accepted,
     Begin,
@@ -33,7 +33,7 @@ from moshpitd.core.messages import (
 )
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
-from moshpitd.core.soundness import outliers
+from moshpitd.core.soundness import outliers, quotes
 
 OF_AN_INVITE = 0
 """Attempt number that an Invite carries and its answers echo; those of Joins start at 1."""
@@ -167,15 +167,8 @@ class Attempt:
             return False
         if self.candidates.joined():
             return False  # others rely on us by now
-        mine = [member for member in group.members if member.peer_id == self.me.peer_id]
-        return (
-            group.shape == self.me.shape
-            and group.key == self.key
-            and len(mine) == 1
-            and mine[0].attempt == self.number
-            and (mine[0].weight == self.weight or (self.newcomer and mine[0].weight == 0.0))
-            and group.group_id == group_id_of(group)
-        )
+        mine = Join(self.key, self.number, self.me, self.weight, self.newcomer)
+        return quotes(group, mine)
 
     def enter(self, group: Group, *, relayed: bool) -> None:
         """The Begin that was accepted. If its leader was lost to us, whom we joined since goes on

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moshpitd.core.messages import Group, Member, Record
+from moshpitd.core.group import group_id_of
+from moshpitd.core.messages import Group, Join, Member, Record
 from moshpitd.core.params import Params
 
 MAX_MBPS = 1e9
@@ -38,6 +39,19 @@ def is_sound(group: Group, params: Params) -> bool:
         and all(0 <= rate <= MAX_MBPS for m in group.members for rate in (m.up_mbps, m.down_mbps))
         and not outliers(group.members, params)
         and 1 <= len(group.shape.sides) <= 8
+    )
+
+
+def quotes(group: Group, join: Join) -> bool:
+    """Does the group say of us what we said when we joined?"""
+    mine = [member for member in group.members if member.peer_id == join.record.peer_id]
+    return (
+        group.shape == join.record.shape
+        and group.key == join.key
+        and len(mine) == 1
+        and mine[0].attempt == join.attempt
+        and (mine[0].weight == join.weight or (join.newcomer and mine[0].weight == 0.0))
+        and group.group_id == group_id_of(group)
     )
 
 

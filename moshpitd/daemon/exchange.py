@@ -61,8 +61,7 @@ from moshpitd.tensors.reduction import first_nonfinite
 
 log = logging.getLogger(__name__)
 
-# Averaging is bound by memory bandwidth, and link threads want cores too.
-AVERAGING_THREADS = min(4, os.cpu_count() or 1)
+AVERAGING_THREADS = min(4, os.cpu_count() or 1)  # bound by memory, and links want cores too
 
 
 def run_hash(run: str) -> bytes:
@@ -456,7 +455,7 @@ class Exchange:
         ]
 
     def on_send_failed(self, peer_id: str, header: Header, error: Exception) -> None:
-        """A payload function raised: on purpose, or the frame does not fit the link."""
+        """A payload function raised: on purpose, or the frame does not fit."""
         if isinstance(error, Skipped):
             return
         log.error("a frame for %s was not sent: %s", peer_id, error)
@@ -478,8 +477,6 @@ class Exchange:
     def on_frame(self, peer_id: str, header: Header, payload: memoryview) -> None:
         """The pool's on_frame, in a reader thread. Whatever the frame holds, nothing is raised."""
         self._intake.on_frame(peer_id, header, payload)
-
-    # -- small things -----------------------------------------------------------------------------
 
     def _run(self, name: str) -> _Run:
         run = self._runs.get(name)

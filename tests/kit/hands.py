@@ -22,7 +22,7 @@ from typing import Any
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.matchmaking import group_id_of
+from moshpitd.core.group import group_id_of
 from moshpitd.core.messages import Begin, Held, Member, Message, Record
 from moshpitd.core.outcome import OnPartial, Outcome, Reason
 from moshpitd.core.params import Params

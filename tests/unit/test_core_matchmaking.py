@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.matchmaking import group_id_of
+from moshpitd.core.group import group_id_of
 from moshpitd.core.messages import (
     Accepted,
     Begin,
