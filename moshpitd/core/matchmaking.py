@@ -167,8 +167,7 @@ class Attempt:
             return False
         if self.candidates.joined():
             return False  # others rely on us by now
-        mine = Join(self.key, self.number, self.me, self.weight, self.newcomer)
-        return quotes(group, mine)
+        return quotes(group, Join(self.key, self.number, self.me, self.weight, self.newcomer))
 
     def enter(self, group: Group, *, relayed: bool) -> None:
         """The Begin that was accepted. If its leader was lost to us, whom we joined since goes on

@@ -105,7 +105,8 @@ async def freeze_and_thaw(
                 snapshot = 100.0 + rounds - 1
                 allowed = {200.0, float(torch.tensor((400.0 + snapshot) / 3.0))}
                 assert set(own[0]["w"].unique().tolist()) <= allowed, own[0]["w"].unique()
-                assert theirs["even"] and theirs["w"] in allowed, theirs
+                assert theirs["even"], theirs
+                assert theirs["w"] in allowed, theirs
                 assert same_bits(own)
         finally:
             if trainer is not None:
