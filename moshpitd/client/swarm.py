@@ -11,12 +11,17 @@ sides, and stays there while the run has a trainer: `state_dict` of an average i
 are gradients or momenta, which are nobody's to inherit: all peers attach with zeros, one lineage,
 and a snapshot that a catch-up loads never reaches a caller.
 
+Where an algorithm needs codes one way and the exact mean back (DIANA, MARINA), values are coded
+here and what they decode to travels as float32: the right arithmetic, and no bytes saved until a
+group can agree on two codecs.
+
 Offered so far: group averages. An exchange with neighbours and a store need messages that the core
 does not have yet; asking for an algorithm on them is an error that says so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from typing import Any, Unpack
@@ -31,12 +36,17 @@ from moshpitd.client.result import Result
 from moshpitd.client.session import Session
 from moshpitd.client.sources import source_of
 from moshpitd.errors import ConfigError, DaemonUnavailable, TrainerError
+from moshpitd.tensors.codecs import codec_for
+from moshpitd.tensors.dtypes import dtype_name
 
 log = logging.getLogger("moshpitd.client")
 
 
 ATTACH_WITHIN_S = 30.0
 """For a daemon that is there: attaching takes milliseconds, and seconds on a machine that swaps."""
+
+ATTEMPTS = 3
+"""Of one average. The first round of a run may meet before all have heard of each other."""
 
 
 class SwarmOfDaemons:
@@ -51,12 +61,15 @@ class SwarmOfDaemons:
         """Of all finished rounds, as the daemon counted them."""
 
     def averages(self, name: str, *, like: Tensors, coding: Coding = EXACT) -> DaemonAverage:
+        here = ""
         if coding.back != coding.codec:
-            raise ConfigError(
-                f"{name}: {coding.codec} there and {coding.back} back",
-                key="codec",
-                expected="one codec both ways, which is all that a group of daemons agrees on",
-            )
+            if coding.back != "float32" or coding.feedback:
+                raise ConfigError(
+                    f"{name}: {coding.codec} there and {coding.back} back",
+                    key="codec",
+                    expected="one codec both ways, which is all that a group of daemons agrees on",
+                )
+            here, coding = coding.codec, EXACT
         run = f"{self.session.run}.{name}"
         values = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
         session = Session(
@@ -70,7 +83,7 @@ class SwarmOfDaemons:
         if self.session.attached:
             # An average that begins before it is attached is a missed update of everybody's.
             session.wait_attached(ATTACH_WITHIN_S)
-        return DaemonAverage(self, session, values, self._options)
+        return DaemonAverage(self, session, values, self._options, here)
 
 
 class DaemonAverage:
@@ -82,8 +95,10 @@ class DaemonAverage:
         session: Session,
         values: dict[str, Tensor],
         options: AverageOptions,
+        coded_here: str = "",
     ) -> None:
         self.session = session
+        self._coded_here, self._rounds = coded_here, 0
         self._swarm, self._values, self._options = swarm, values, options
 
     def average(self, tensors: Tensors, *, weight: int = 1) -> Mean:
@@ -96,18 +111,45 @@ class DaemonAverage:
                 f"{self.session.run}: tensors {[*sent][:3]}..., expected {[*self._values][:3]}...",
                 reason="schema_changed",
             )
-        flight: Flight | None = None
+        if self._coded_here:
+            sent = self._decoded(sent)
+        return DaemonRound(self, self.take_off(sent, weight), sent, weight)
+
+    def take_off(self, sent: Tensors, weight: int) -> Flight | None:
+        """For a round: one attempt; None where there is no daemon."""
         try:
             with torch.no_grad():
                 for name, value in self._values.items():
                     value.copy_(sent[name])
-            flight = self.session.begin(weight, overlap=False, snapshots=False, **self._options)
+            return self.session.begin(weight, overlap=False, snapshots=False, **self._options)
         except DaemonUnavailable as error:
             log.warning("%s: no average this time: %s", self.session.run, error)
         except TrainerError as error:
             if error.reason not in PASSING:
                 raise
-        return DaemonRound(self, flight, sent, weight)
+        return None
+
+    def _decoded(self, tensors: Tensors) -> dict[str, Tensor]:
+        """What the codec makes of each tensor; another draw in every round and on every peer."""
+        self._rounds += 1
+        found = {}
+        for index, (name, tensor) in enumerate(tensors.items()):
+            if not tensor.is_floating_point():
+                found[name] = tensor
+                continue
+            dtype = dtype_name(tensor.dtype)
+            codec = codec_for(self._coded_here, dtype)
+            flat = tensor.detach().reshape(-1).contiguous()
+            room = torch.empty(
+                codec.payload_bytes(flat.numel(), dtype), dtype=torch.uint8, device=flat.device
+            )
+            words = f"{self.session.run}/{self.session.peer_id}/{self._rounds}/{index}".encode()
+            seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
+            codec.encode(flat, room, seed=seed)
+            decoded = torch.empty_like(flat)
+            codec.decode(room, decoded)
+            found[name] = decoded.reshape(tensor.shape)
+        return found
 
     def finished(self, result: Result, sent: dict[str, Tensor], weight: int) -> Mean:
         """For a round: what became of it."""
@@ -162,15 +204,26 @@ class DaemonRound:
         return self._flight is None or self._flight.done
 
     def land(self) -> Mean:
-        if self._flight is None:
+        """An attempt that met nobody, or too few, is made again: for trainers that must stay equal
+        a missed round costs more than a second window."""
+        result: Result | None = None
+        for left in reversed(range(ATTEMPTS)):
+            result = self._landed()
+            if result is None or (result.applied and result.status != "alone") or not left:
+                break
+            self._flight = self._owner.take_off(self._sent, self._weight)
+        if result is None:
             return Mean(dict(self._sent), dict(self._sent))
+        return self._owner.finished(result, self._sent, self._weight)
+
+    def _landed(self) -> Result | None:
+        if self._flight is None:
+            return None
         try:
-            result = self._flight.land()
+            return self._flight.land()
         except DaemonUnavailable as error:
             log.warning("%s: no average this time: %s", self._owner.session.run, error)
-            return Mean(dict(self._sent), dict(self._sent))
         except TrainerError as error:
             if error.reason not in PASSING:
                 raise
-            return Mean(dict(self._sent), dict(self._sent))
-        return self._owner.finished(result, self._sent, self._weight)
+        return None

@@ -27,6 +27,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "onebit-adam": {"lr": 0.03, "freeze_step": 6, "check_every": 8, "betas": (0.9, 0.99)},
     "async-low-precision-average": {"lr": 0.4, "every": 2, "delay": 1},
 }
+SHIFTED: dict[str, dict[str, Any]] = {
+    "diana": {"lr": 0.3, "codec": "natural"},
+    "marina": {"lr": 0.3, "codec": "natural", "chance": 0.5},
+    "ef-signsgd": {"lr": 0.3},
+}
 STEPS = 16
 
 
@@ -89,6 +94,35 @@ async def test_families_of_group_averages_train_on_daemons() -> None:
     assert codecs["gradient-allreduce.gradient-allreduce.gradient"] == "float32"
     assert 3.5 < sent["gradient-allreduce"] / sent["bytegrad"] < 4.5
     assert sent["onebit-adam"] < 0.6 * sent["gradient-allreduce"], "10 of 16 steps in one bit"
+
+
+async def test_shifts_and_error_feedback_find_the_optimum_on_daemons() -> None:
+    """Codes that were drawn elsewhere are other codes, so here the optimum is the witness."""
+    problem = Quadratics.random(torch.Generator().manual_seed(0), workers=PEERS, numel=WIDTH)
+    a, b, best = problem.a.float(), problem.b.float(), problem.optimum().float()
+
+    def train(name: str, peer: int, swarm: LocalSwarm) -> tuple[torch.Tensor, int]:
+        x = nn.Parameter(torch.zeros(WIDTH))
+        session = attach(name, tensors=[x], socket=swarm.socket(peer))
+        assert session.wait_attached(30)
+        daemons = SwarmOfDaemons(session, timeout_s=30, min_participants=PEERS)
+        optimizer = by_name(name, [x], daemons, **SHIFTED[name])
+        for _ in range(STEPS):
+            x.grad = a[peer] * (x.detach() - b[peer])
+            optimizer.step()
+        optimizer.close()
+        session.close()
+        return x.detach(), optimizer.missed  # type: ignore[attr-defined]
+
+    async with LocalSwarm(PEERS) as swarm:
+        for name in SHIFTED:
+            ends = await asyncio.gather(
+                *(swarm.call(train, name, peer, swarm) for peer in range(PEERS))
+            )
+            assert [missed for _, missed in ends] == [0] * PEERS, name
+            assert all(torch.equal(x, ends[0][0]) for x, _ in ends), name
+            off = float((ends[0][0] - best).norm() / best.norm())
+            assert off < (0.5 if name == "ef-signsgd" else 0.1), name
 
 
 async def test_what_daemons_cannot_do_is_said_at_the_start() -> None:

@@ -172,6 +172,18 @@ def test_a_lost_result_is_noticed_and_healed_at_the_next_comparison(name: str) -
     assert all(t.optimizer.current for t in team.trainers)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("hit", [0, 1])
+def test_of_two_the_one_that_knows_of_a_missed_update_is_the_one_that_gives_way(hit: int) -> None:
+    swarm = ArithmeticSwarm(2)
+    grads = normal(draws(3), 60, 2, 6).float()
+    team = Team(swarm, "onebit-adam", [torch.ones(6)] * 2, lr=0.02, freeze_step=40, check_every=10)
+    swarm.lose_result("onebit-adam.warm", round=9, peer=hit, tensors=["0.0"])
+    team.step(lambda i, k, x: grads[k][i], steps=10)
+    assert team.equal()
+    resyncs = [t.optimizer.resyncs for t in team.trainers]  # type: ignore[attr-defined]
+    assert resyncs == [int(hit == 0), int(hit == 1)]
+
+
 def test_silent_damage_is_outvoted() -> None:
     swarm = ArithmeticSwarm(3)
     grads = normal(draws(3), 60, 3, 6).float()
