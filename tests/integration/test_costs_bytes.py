@@ -51,7 +51,7 @@ def check(sessions: list[Session], results: list[Result], codec: str) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def nine() -> AsyncIterator[LocalSwarm]:
-    async with LocalSwarm(9, averaging__part_bytes=PART_BYTES) as swarm:
+    async with LocalSwarm(9, averaging__part_bytes=PART_BYTES, averaging__codec="float32") as swarm:
         yield swarm
 
 
@@ -79,7 +79,6 @@ async def test_a_lossy_codec_sends_what_the_model_says_and_the_wire_carries_it()
             4,
             averaging__part_bytes=PART_BYTES,
             averaging__codec="float16",
-            averaging__allow_lossy=True,
         ) as (swarm, network),
         trainers(swarm, "half", tensors_of(4)) as sessions,
     ):
@@ -96,7 +95,12 @@ async def test_a_lossy_codec_sends_what_the_model_says_and_the_wire_carries_it()
 async def test_a_sweep_sends_what_the_model_says() -> None:
     """2 d (M-1)/M m on a 3x3 grid."""
     async with (
-        LocalSwarm(9, averaging__max_group=3, averaging__part_bytes=PART_BYTES) as swarm,
+        LocalSwarm(
+            9,
+            averaging__max_group=3,
+            averaging__part_bytes=PART_BYTES,
+            averaging__codec="float32",
+        ) as swarm,
         trainers(swarm, "grid", tensors_of(9)) as sessions,
     ):
         nodes = [swarm.node(i) for i in range(9)]

@@ -55,7 +55,7 @@ def synchronous() -> list[torch.Tensor]:
 
 async def test_tau_1_on_a_full_grid_is_the_synchronous_mean_bit_for_bit() -> None:
     models = [new_model() for _ in range(PEERS)]
-    async with LocalSwarm(PEERS, averaging__max_group=2) as swarm:
+    async with LocalSwarm(PEERS, averaging__max_group=2, averaging__codec="float32") as swarm:
 
         def begin(peer: int) -> GradientAveraging:
             model = models[peer]
