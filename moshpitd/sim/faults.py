@@ -196,8 +196,8 @@ def draw(
     }
     peers = peers or stream(seed, "option", "peers").randint(100, 300)
     options = replace(Options(seed=seed, peers=peers, faults_s=faults_s), **chosen)
-    if options.rounds == 0:  # a sweep waits for up to one window per side of the grid
-        options = replace(options, call_timeout_s=max(options.call_timeout_s, 30.0))
+    if options.rounds == 0:  # a sweep waits a window and exchanges once per side of the grid
+        options = replace(options, call_timeout_s=max(options.call_timeout_s, 60.0))
     # A round that cannot be over within its call is a setting that nobody would keep.
     bits = 8e-6 * options.parts * options.part_bytes
     least = 6.0 * bits / (options.up_ratio * min(options.call_timeout_s, 30.0))

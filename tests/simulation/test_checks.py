@@ -4,6 +4,7 @@ nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -11,9 +12,27 @@ from typing import Any
 
 import pytest
 
-from moshpitd.core.effects import Average, Close, Effect, Finish, Note, Open, Push, Send
-from moshpitd.core.events import Averaged, Contributed, Event, PartArrived, Received, ResultArrived
-from moshpitd.core.messages import Goodbye, Group, Invite, Lineage, Member, Parity, Record, Shape
+from moshpitd.core.effects import Announce, Average, Close, Effect, Finish, Note, Open, Push, Send
+from moshpitd.core.events import (
+    Averaged,
+    Contributed,
+    Event,
+    PartArrived,
+    Received,
+    ResultArrived,
+    Ticked,
+)
+from moshpitd.core.messages import (
+    Declined,
+    Goodbye,
+    Group,
+    Invite,
+    Lineage,
+    Member,
+    Parity,
+    Record,
+    Shape,
+)
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.sim.checks import Violation
@@ -113,6 +132,8 @@ class Static(Echo):
                 group_size=2,
                 participants=2,
                 contributors=self.members,
+                agreed=self.members,
+                total_weight=2.0,
                 parts=2,
                 version=self.calls,
                 group_id=group_id,
@@ -289,6 +310,32 @@ class Leaper(Static):
         return super().end(group_id, call, replace(outcome, version=outcome.version + 1))
 
 
+class Weighty(Static):
+    """Reports another weight than that of its contributors."""
+
+    def end(self, group_id: bytes, call: Contributed, outcome: Outcome) -> list[Effect]:
+        return super().end(group_id, call, replace(outcome, total_weight=2.5))
+
+
+class Heaviest(Static):
+    """Begins with a member beyond the largest weight."""
+
+    def group(self, group_id: bytes) -> Group:
+        group = super().group(group_id)
+        heavy = replace(group.members[1 - self.index], weight=2.0**33)
+        members = tuple(heavy if i != self.index else m for i, m in enumerate(group.members))
+        return replace(group, members=members)
+
+
+class Clinging(Static):
+    """Never closes a round, although its calls end."""
+
+    def end(self, group_id: bytes, call: Contributed, outcome: Outcome) -> list[Effect]:
+        return [
+            effect for effect in super().end(group_id, call, outcome) if isinstance(effect, Finish)
+        ]
+
+
 class Repeater(Static):
     """Averages a part a second time."""
 
@@ -307,12 +354,166 @@ class Repeater(Static):
         (Hasty, r"claims results for parts \[[01]\] that never arrived"),
         (Boaster, "reports contributors"),
         (Leaper, "its bucket holds"),
+        (Weighty, r"reports weight 2.5, that of .* is 2.0"),
+        (Heaviest, "opens a group with a weight of 8589934592"),
         (Repeater, "averages part . of epoch 0 twice"),
     ],
 )
 def test_a_peer_that_breaks_a_round_is_caught(kind: type[Echo], words: str) -> None:
     with pytest.raises(Violation, match=words):
         world_of(kind).run()
+
+
+def test_a_round_that_is_never_closed_is_noticed() -> None:
+    """One round after the other would be open; the first has a deadline of its own."""
+    with pytest.raises(Violation, match=r"has not closed 67726f75 by its deadline"):
+        world_of(Clinging, replace(TWO, goal=9, compute_s=100.0, bound_s=1000.0)).run()
+
+
+class Sweeper(Static):
+    """Two rounds in one call: in the second everybody weighs what the group left to each, or,
+    `share` apart, something else."""
+
+    share = 1.0
+
+    def begin(self, event: Contributed, group_id: bytes) -> list[Effect]:
+        self.turn = 0
+        return super().begin(event, group_id)
+
+    def end(self, group_id: bytes, call: Contributed, outcome: Outcome) -> list[Effect]:
+        if self.turn:
+            return super().end(group_id, call, outcome)
+        self.turn, self.results, self.parities = 1, {}, 0
+        self.calls += 1
+        lent = ((call.trainer, call.weight),)
+        second = f"group {self.calls}".encode()
+        group = self.group(second)
+        members = tuple(replace(member, weight=self.share) for member in group.members)
+        opened = Open(replace(group, members=members), self.index, (0, 1), lent, (), self.share)
+        return [
+            Close(group_id),
+            opened,
+            Push(second, 1 - self.index, (1 - self.index,), result=False),
+        ]
+
+
+class Gainer(Sweeper):
+    share = 1.5
+
+
+def test_weight_that_comes_from_nowhere_between_two_rounds_is_caught() -> None:
+    with pytest.raises(Violation, match=r"weighs 1.5 after 67726f75, which left 1.0 to each"):
+        world_of(Gainer).run()
+    assert world_of(Sweeper).run().outcomes == {"complete": 2}
+
+
+# -- liars about meetings --------------------------------------------------------------------------
+
+
+class Seeker(Echo):
+    """Looks for somebody for five seconds and says how it ended. `ends` are its last notes."""
+
+    ends: tuple[Note, ...] = (
+        Note("attempt_ended", reason="no_peers", detail="heard no other peer"),
+    )
+    takes = 5.0
+    lineage_digest = b"one"
+    until = math.inf
+    refuses = False
+
+    def answer(self, event: Contributed, now: float) -> list[Effect]:
+        self.until, self.call = now + self.takes, event
+        lineage = Lineage(self.peer_id, self.lineage_digest)
+        record = Record(self.peer_id, self.life, b"", 0, lineage)
+        other = self.others[0] if self.refuses else self.peer_id
+        return [
+            Note("attempt_started", fields={"key": "peers", "round": 0}),
+            Announce("peers", record, 300.0),
+            Send(other, Declined("peers", 1, Reason.SCHEMA)),
+        ]
+
+    @property
+    def others(self) -> list[str]:
+        return [peer_id for peer_id in SEEKERS if peer_id != self.peer_id]
+
+    def handle(self, event: Event, now: float) -> None:
+        super().handle(event, now)
+        if isinstance(event, Ticked) and now >= self.until:
+            self.until = math.inf
+            self.effects += [*self.ends, Finish(self.call.token, self.call.trainer, ALONE)]
+
+    def deadline(self) -> float | None:
+        return self.until if self.until < math.inf else None
+
+
+SEEKERS = [node.peer_id for node in World(TWO, lambda *made: Echo(*made)).nodes]
+
+
+class Refusing(Seeker):
+    refuses = True
+
+
+class Divided(Seeker):
+    """Each of another lineage."""
+
+    @property
+    def lineage_digest(self) -> bytes:  # type: ignore[override]
+        return self.peer_id.encode()
+
+
+class Wordless(Seeker):
+    ends = (Note("attempt_ended", reason="no_peers"),)
+
+
+class Twofold(Seeker):
+    ends = Seeker.ends * 2
+
+
+class Stubborn(Seeker):
+    takes = 16.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Seeker, r"both end alone under peers after [45]\.\d+ s together"),
+        (Wordless, "ends an attempt without a reason and a sentence"),
+        (Twofold, "notes attempt_ended without an attempt"),
+        (Stubborn, "ends an attempt after 16.000 s, the bound is 15.001 s"),
+    ],
+)
+def test_a_meeting_that_should_have_been_is_missed_by_nobody(
+    kind: type[Seeker], words: str
+) -> None:
+    with pytest.raises(Violation, match=words):
+        world_of(kind).run()
+
+
+@pytest.mark.parametrize("kind", [Refusing, Divided])
+def test_peers_that_may_not_meet_may_end_alone(kind: type[Seeker]) -> None:
+    calm = replace(TWO, faults_s=50.0, goal=0)
+    assert world_of(kind, calm).run().outcomes["alone"] > 2
+
+
+def test_where_messages_are_lost_no_meeting_is_claimed() -> None:
+    calm = replace(TWO, loss=0.5, faults_s=50.0, goal=0)
+    assert world_of(Seeker, calm).run().outcomes["alone"] > 2
+
+
+# -- what a Peer keeps -----------------------------------------------------------------------------
+
+
+class Hoarder(Echo):
+    """Remembers every moment."""
+
+    def handle(self, event: Event, now: float) -> None:
+        super().handle(event, now)
+        self.memories = {number: [number] for number in range(self.params.max_candidates + 1)}
+
+
+def test_a_peer_that_remembers_too_much_is_caught() -> None:
+    with pytest.raises(Violation, match=r"keeps 257 entries in Hoarder\.memories"):
+        world_of(Hoarder, replace(TWO, peers=1)).run()
 
 
 # -- damage outside of any peer --------------------------------------------------------------------
@@ -347,6 +548,36 @@ def test_members_that_hold_other_bits_are_caught() -> None:
 
     with pytest.raises(Violation, match="holds other bits of part 0 than"):
         _at_first_parity(spoil).run()
+
+
+def test_members_that_say_they_agree_and_do_not_are_caught() -> None:
+    """After Parity, where only the outcome speaks of it."""
+    world = world_of(Static)
+    done: list[bool] = []
+
+    def watch(node: Any, item: object) -> None:
+        if isinstance(item, Close) and not done:
+            done.append(True)
+            (round_,) = node.plane.rounds.values()
+            round_.results[1] = replace(round_.results[1], crc=round_.results[1].crc ^ 1)
+
+    world.watchers.append(watch)
+    with pytest.raises(Violation, match=r"say that they agree, and differ in \[1\]"):
+        world.run()
+
+
+def test_a_result_that_is_not_a_number_is_caught_before_it_is_anywhere() -> None:
+    world = world_of(Static)
+
+    def watch(node: Any, item: object) -> None:
+        if isinstance(item, Average):
+            (round_,) = node.plane.rounds.values()
+            round_.value[:] = math.nan
+            world.checks._contributions[round_.group.group_id][round_.index] = (0.0, round_.value)
+
+    world.watchers.append(watch)
+    with pytest.raises(Violation, match=r"averages element 0 of part . to nan"):
+        world.run()
 
 
 def test_an_average_that_is_not_the_mean_is_caught() -> None:

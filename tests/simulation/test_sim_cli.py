@@ -7,10 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from moshpitd.cli.main import app
+from moshpitd.cli.sim_world import read_scenario, world_of
+from moshpitd.sim.checks import Checks
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "sim"
 PNG = b"\x89PNG"
 
 
@@ -43,3 +47,94 @@ def test_paper_writes_every_row_and_the_figure(tmp_path: Path) -> None:
 def test_a_result_that_could_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     assert "no such directory" in call("paper", "--json", tmp_path / "no" / "rows.json", code=2)
     assert "--seeds" in call("paper", "--seeds", 1, code=2)
+
+
+# -- run and soak ----------------------------------------------------------------------------------
+
+WORLD = """
+peers = 9
+same_start = true
+join_spread_s = 0.2
+beat_s = 15.0
+faults_s = 45.0
+goal = 0
+max_weight = 1
+step_size = 1.0
+parts = 1
+[params]
+max_group = 3
+"""
+
+
+def test_run_writes_the_figures_of_a_world(tmp_path: Path) -> None:
+    world, figures, plot = (tmp_path / name for name in ("w.toml", "w.json", "w.png"))
+    world.write_text(WORLD, encoding="utf-8")
+    shown = call("run", world, "--seed", 3, "--json", figures, "--plot", plot)
+    assert "every check held" in shown
+    found: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
+    assert found["violations"] == []
+    assert (found["peers"], found["attempts"]) == (9, 18)  # beats at 15 s and 30 s
+    assert (found["grouped_fraction"], found["fill_mean"]) == (1.0, 1.0)
+    assert 0.0 < found["time_to_group_s"]["p50"] <= found["time_to_group_s"]["p99"] < 1.0
+    assert 0.0 < found["rtt_s"]["p50"] < 0.2
+    assert found["wall_s"] > 0.0
+    (first, second) = (row for row in found["over_time"] if row["attempts"])
+    assert first["sides"] == [3, 3]
+    assert second["distortion_before"] > second["distortion_after"] > 0.0
+    assert plot.read_bytes().startswith(PNG)
+    again = tmp_path / "again.json"
+    call("run", world, "--seed", 3, "--json", again)
+    repeated = json.loads(again.read_text(encoding="utf-8"))
+    assert repeated | {"wall_s": 0.0} == found | {"wall_s": 0.0}
+
+
+def test_a_scenario_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    world = tmp_path / "w.toml"
+    for text, words in (
+        ("peer = 9", "peer: unknown"),
+        ("peers = 9.5", "peers: 9.5 is a float"),
+        ("peers = 0", "peers: 0 is out of range"),
+        ("[params]\nwindow_s = 60.0", "window_s"),
+        ("[params]\nwindows = 1", "params.windows: unknown"),
+        ("[[resizes]]\nat_s = 5.0\npeers = 0", "resizes[0]"),
+        ("seed = 4", "seed: unknown"),
+        ("peers = ", "not TOML"),
+    ):
+        world.write_text(text, encoding="utf-8")
+        shown = call("run", world, code=2)
+        assert words in shown, shown
+        assert "w.toml" in shown, shown
+    assert "No such file" in call("run", tmp_path / "nowhere.toml", code=2)
+
+
+def test_soak_names_the_seeds_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that always fails stands for a bug; every world is told of, with the way back."""
+    world, verdicts, told = tmp_path / "w.toml", tmp_path / "soak.json", tmp_path / "told"
+    world.write_text(WORLD, encoding="utf-8")
+    assert "2 of 2 worlds kept every check" in call(
+        "soak", world, "--seeds", 2, "--processes", 1, "--json", verdicts
+    )
+    assert json.loads(verdicts.read_text(encoding="utf-8"))["failed"] == []
+
+    def unsound(checks: Checks, nodes: object) -> None:
+        checks.fail("is not as it should be")
+
+    monkeypatch.setattr(Checks, "at_the_end", unsound)
+    words = ("--seeds", 2, "--first", 5, "--processes", 1, "--json", verdicts)
+    shown = call("soak", world, *words, "--transcripts", told, code=1)
+    for seed in (5, 6):
+        assert f"moshpitd sim run {world} --seed {seed}" in shown
+        assert "is not as it should be" in (told / f"seed-{seed}.txt").read_text(encoding="utf-8")
+    found = json.loads(verdicts.read_text(encoding="utf-8"))
+    assert found["failed"] == [5, 6]
+    assert "seed 5 at" in found["worlds"][0]["violations"][0]
+    shown = call("run", world, "--json", verdicts, code=1)
+    assert "is not as it should be" in shown
+    assert "is not as it should be" in json.loads(verdicts.read_text())["violations"][0]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_scenario_that_ships_can_be_run(path: Path) -> None:
+    options = world_of(read_scenario(path), 0, path)
+    assert options.peers >= 60
+    assert f"configs/sim/{path.name}" in path.read_text(encoding="utf-8")
