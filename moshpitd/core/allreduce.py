@@ -54,6 +54,7 @@ from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.parts import Parts
 from moshpitd.core.quiet import Quiet
+from moshpitd.core.soundness import norm_limit
 from moshpitd.core.standing import Standing
 from moshpitd.core.succession import Succession, bandwidths_of
 from moshpitd.core.takeover import Takeovers
@@ -126,7 +127,8 @@ class Round:
             self._fail(Reason.NO_REDUCER, "no member can be dialled")
             return
         own = members[self.index].weight
-        opening = Open(self.group, self.index, st.reducers, self.trainers, self.late, own)
+        limit = norm_limit(members, self.params)
+        opening = Open(self.group, self.index, st.reducers, self.trainers, self.late, own, limit)
         st.effects.append(opening)
         self.opened = bool(st.reducers)
         others = sum(1 << i for i, m in enumerate(members) if i != self.index and m.weight > 0)

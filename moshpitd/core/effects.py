@@ -49,6 +49,7 @@ class Open:
     trainers: tuple[tuple[str, int], ...]
     late: tuple[str, ...]
     weight: float
+    norm_limit: float | None = None  # of a part of a contribution or result; larger is refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class Contributed:
     min_participants: int = 1
     on_partial: OnPartial = OnPartial.ACCEPT
     timeout_s: float = 60.0
+    norm: float = 0.0  # Euclidean, of all floating values; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

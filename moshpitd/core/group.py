@@ -55,6 +55,7 @@ def _member(join: Join) -> Member:
         up_mbps=record.up_mbps,
         down_mbps=record.down_mbps,
         addresses=record.addresses,
+        norm=join.norm,
     )
 
 
@@ -74,7 +75,7 @@ def group_id_of(group: Group) -> bytes:
     ]
     lines += [
         f"{m.peer_id} {m.attempt} {float(m.weight)!r} {m.version} {int(m.newcomer)} "
-        f"{float(m.up_mbps)!r} {float(m.down_mbps)!r} {','.join(m.addresses)}"
+        f"{float(m.up_mbps)!r} {float(m.down_mbps)!r} {','.join(m.addresses)} {float(m.norm)!r}"
         for m in group.members
     ]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()

@@ -72,6 +72,7 @@ class Attempt:
         1  # live peers whose cell for this round is not known yet; 1 where nobody counts
     )
     lone_waits: bool = False  # not all that may come are known: with nobody here, wait the window
+    norm: float = 0.0
     codec: str = "float32"
     looked_up: bool = False
     settle_until: float = 0.0
@@ -156,18 +157,16 @@ class Attempt:
             self._decide(now)
 
     def accept_begin(self, sender: str, group: Group) -> bool:
-        """Are we in it? Only if we follow its leader, and the line about us says what we said.
-
-        A member may pass on what a leader did not live to say to everybody.
-        """
+        """Are we in it? Only if we follow its leader, and the line about us says what we said. A
+        member may pass on what a leader did not live to say to everybody."""
         leader = self.following.leader if self.following is not None else ""
         if self.over or not group.leader or group.leader not in (leader, self.lost_leader):
             return False
         if sender != group.leader and all(member.peer_id != sender for member in group.members):
             return False
-        if self.candidates.joined():
-            return False  # others rely on us by now
-        return quotes(group, Join(self.key, self.number, self.me, self.weight, self.newcomer))
+        if self.candidates.joined():  # others rely on us by now
+            return False
+        return quotes(group, self._own_join())
 
     def enter(self, group: Group, *, relayed: bool) -> None:
         """The Begin that was accepted. If its leader was lost to us, whom we joined since goes on
@@ -392,8 +391,7 @@ class Attempt:
         self._begin() if joined else self.abandon(Reason.NO_PEERS)
 
     def _begin(self) -> None:
-        mine = Join(self.key, self.number, self.me, self.weight, self.newcomer)
-        joins = self.candidates.joins()
+        mine, joins = self._own_join(), self.candidates.joins()
         self.group = form_group(
             mine,
             joins,
@@ -429,10 +427,11 @@ class Attempt:
         self._say_join(leader)
 
     def _say_join(self, leader: str) -> None:
-        followers = tuple(self.candidates.joined())
-        self._send(
-            leader, Join(self.key, self.number, self.me, self.weight, self.newcomer, followers)
-        )
+        self._send(leader, self._own_join(tuple(self.candidates.joined())))
+
+    def _own_join(self, followers: tuple[str, ...] = ()) -> Join:
+        own = (self.key, self.number, self.me, self.weight, self.newcomer)
+        return Join(*own, followers, self.norm)
 
     def _ask_again(self, now: float) -> None:
         """Say once more what may have been lost; both sides take it for the same."""

@@ -187,6 +187,7 @@ class Meeting:
             number=state.attempts,
             weight=weight,
             newcomer=state.newcomer,
+            norm=state.norm,
             nonce=state.rng.getrandbits(63),
             started=now,
             deadline_at=min(deadline_at, now + state.params.attempt_timeout_s),

@@ -84,6 +84,7 @@ class Join:
     weight: float
     newcomer: bool
     followers: tuple[str, ...] = field(default=(), metadata={"max": 64})
+    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ class Member:
     up_mbps: float
     down_mbps: float
     addresses: tuple[str, ...] = field(default=(), metadata={"max": 16})
+    norm: float = 0.0  # of its contribution, as it says; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from moshpitd.core.group import group_id_of
 from moshpitd.core.messages import Group, Join, Member, Record
 from moshpitd.core.params import Params
 
+MAX_NORM = 3.4e38  # the largest float32
 MAX_MBPS = 1e9
 """A petabit per second: no link has it, and load balancing divides by sums of such rates."""
 
@@ -36,6 +37,7 @@ def is_sound(group: Group, params: Params) -> bool:
         2 <= len(group.members) <= params.max_group
         and len({member.peer_id for member in group.members}) == len(group.members)
         and all(0 <= member.weight <= heaviest and member.version >= 0 for member in group.members)
+        and all(0 <= member.norm <= MAX_NORM for member in group.members)
         and all(0 <= rate <= MAX_MBPS for m in group.members for rate in (m.up_mbps, m.down_mbps))
         and not outliers(group.members, params)
         and 1 <= len(group.shape.sides) <= 8
@@ -53,6 +55,18 @@ def quotes(group: Group, join: Join) -> bool:
         and (mine[0].weight == join.weight or (join.newcomer and mine[0].weight == 0.0))
         and group.group_id == group_id_of(group)
     )
+
+
+def norm_limit(members: Sequence[Member], params: Params) -> float | None:
+    """Largest norm of a contribution, or of a part of one, that the group takes; None: no bound.
+
+    Relative to the median of what the members say of themselves, so a liar among three moves it no
+    further than to an honest one's word.
+    """
+    norms = sorted(member.norm for member in members if member.norm > 0)
+    if len(norms) < 3:
+        return None  # of two, nobody can say which one is wrong
+    return params.max_norm_ratio * norms[len(norms) // 2]
 
 
 def outliers(members: Sequence[Member], params: Params) -> list[str]:

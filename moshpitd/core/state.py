@@ -43,6 +43,7 @@ class State:
     draining: bool = False
     refused_until: float = float("-inf")
     attempts: int = 0
+    norm: float = 0.0  # of what our trainers contribute to the running call
     early: list[tuple[str, Message]] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
 

@@ -157,6 +157,8 @@ class Conductor:
             replace(c, weight=0) if self.state.trainers.get(c.trainer) else c for c in work.calls
         ]
         work.weight = float(sum(call.weight for call in work.calls))
+        # Of several trainers the largest: a mean has no larger norm than that.
+        self.state.norm = max((call.norm for call in work.calls), default=0.0)
         work.version_before = self.state.version
         if not self.state.caught_up or stale or self.state.behind():
             self.catch_up(work, now)

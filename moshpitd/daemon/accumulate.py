@@ -12,6 +12,7 @@ before it is decoded and again, under the same lock, when it is used.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +34,7 @@ from moshpitd.tensors.codecs import RAW, Codec
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Scratch, Tensor, tensor_of, typed
-from moshpitd.tensors.reduction import first_nonfinite
+from moshpitd.tensors.reduction import examine
 
 log = logging.getLogger(__name__)
 
@@ -247,9 +248,16 @@ class Round:
                 shared.decode(part, raw, values)
         except Exception as error:  # whatever a payload does to a codec, it is the sender's
             return raw, (Reason.CODEC, f"{codec.name}: {error}")
-        bad = first_nonfinite(values)
+        bad, squared = examine(values)
         if bad is not None:
             return raw, (Reason.NOT_FINITE, f"tensor {shared.layout.tensor_at(part, bad)!r}")
+        limit = shared.norm_limit
+        if limit is not None and squared > limit * limit:
+            name = shared.layout.tensor_at(part, 0)
+            return raw, (
+                Reason.NORM,
+                f"norm {math.sqrt(squared):.3g} from tensor {name!r} on, at most {limit:.3g}",
+            )
         return values, None
 
     def _put_result(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from moshpitd.daemon.exchange import run_hash
+from moshpitd.daemon.ongoing import run_hash
 from moshpitd.net.frames import FrameKind
 from moshpitd.net.links import Moved
 

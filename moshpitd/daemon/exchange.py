@@ -9,15 +9,14 @@ our own, apart from each other, so that a digest of gigabytes does not hold up a
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 from moshpitd.core.effects import (
@@ -38,9 +37,11 @@ from moshpitd.core.effects import (
 )
 from moshpitd.core.events import Barred, Event, LinkLost, Listened, PartFailed
 from moshpitd.core.outcome import Reason
+from moshpitd.core.soundness import MAX_NORM
 from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.daemon.intake import Intake
+from moshpitd.daemon.ongoing import Ongoing, run_hash
 from moshpitd.daemon.pacing import (
     ROUND_PRIORITY,
     SNAPSHOT_PRIORITY,
@@ -52,34 +53,16 @@ from moshpitd.daemon.pacing import (
 from moshpitd.daemon.pulse import Pulse
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.errors import ConfigError, LocalProtocolError
-from moshpitd.net.frames import RUN_BYTES, FrameKind, Header
+from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.mapped import Scratch
-from moshpitd.tensors.reduction import first_nonfinite
+from moshpitd.tensors.reduction import examine
 
 log = logging.getLogger(__name__)
 
 AVERAGING_THREADS = min(4, os.cpu_count() or 1)  # bound by memory, and links want cores too
-
-
-def run_hash(run: str) -> bytes:
-    """What names a run in a frame's header."""
-    return hashlib.blake2b(run.encode(), digest_size=RUN_BYTES).digest()
-
-
-@dataclass(slots=True)
-class _Run:
-    """One run: its layout, its trainers' buckets, and what is open in it."""
-
-    name: str
-    layout: Layout
-    snapshots: Snapshots
-    residuals: Residuals | None  # what codecs took away; None: every average rounds for good
-    buckets: dict[str, Bucket] = field(default_factory=dict)
-    rounds: dict[bytes, Round] = field(default_factory=dict)
-    leaving: list[Bucket] = field(default_factory=list)  # their trainers are gone, a round sends
 
 
 class Exchange:
@@ -110,7 +93,7 @@ class Exchange:
         self._scratch = Scratch()
         self._intake = Intake(self._drop, partial(self._submit, self._averaging))
         self._lock = threading.Lock()  # guards the runs and what is in them
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Ongoing] = {}
 
     def use(self, links: Links) -> None:
         """The links, which are made with our callbacks and so come second."""
@@ -154,7 +137,7 @@ class Exchange:
                 raise LocalProtocolError(f"run {name!r} exists")
             fed = self._error_feedback if feedback is None else feedback
             residuals = Residuals(layout) if fed else None
-            self._runs[name] = _Run(name, layout, snapshots, residuals)
+            self._runs[name] = Ongoing(name, layout, snapshots, residuals)
         self._intake.add_run(run_hash(name))
 
     def remove_run(self, name: str) -> None:
@@ -197,16 +180,18 @@ class Exchange:
     def bucket(self, name: str, trainer: str) -> Bucket | None:
         return self._run(name).buckets.get(trainer)
 
-    def first_nonfinite(self, name: str, trainer: str) -> str | None:
-        """The tensor with the first NaN or infinity in a trainer's bucket. Reads all: blocks."""
-        run = self._run(name)
+    def examine(self, name: str, trainer: str) -> tuple[str | None, float]:
+        """(tensor with the first NaN or infinity, norm) of a trainer's bucket. Blocks."""
+        run, squared = self._run(name), 0.0
         bucket = run.buckets.get(trainer)
-        for part in run.layout.parts if bucket is not None else ():
-            assert bucket is not None
-            element = first_nonfinite(run.layout.part_view(bucket.data, part))
+        if bucket is None:
+            return None, 0.0
+        for part in run.layout.parts:
+            element, more = examine(run.layout.part_view(bucket.data, part))
             if element is not None:
-                return run.layout.tensor_at(part, element)
-        return None
+                return run.layout.tensor_at(part, element), 0.0
+            squared += more
+        return None, min(math.sqrt(squared), MAX_NORM)
 
     def counters(self, group_id: bytes) -> tuple[int, int]:
         """(bytes sent, bytes received) of payloads of an open or recently closed round."""
@@ -292,7 +277,7 @@ class Exchange:
             case _:
                 raise LocalProtocolError(f"{type(effect).__name__} is no effect of the data plane")
 
-    def _open(self, run: _Run, effect: Open) -> None:
+    def _open(self, run: Ongoing, effect: Open) -> None:
         for lingering in list(run.rounds.values()):
             lingering.settle()
         try:
@@ -325,7 +310,7 @@ class Exchange:
                 self._link(run, member.peer_id, member.addresses, dials=dials)
         self._intake.admit(current.group_id, current)
 
-    def _push(self, run: _Run, effect: Push) -> None:
+    def _push(self, run: Ongoing, effect: Push) -> None:
         current = run.rounds.get(effect.group_id)
         if current is None or self._pacer is None:
             return
@@ -336,7 +321,7 @@ class Exchange:
             priority=ROUND_PRIORITY,
         )
 
-    def _hand_over(self, run: _Run, effect: HandOver) -> None:
+    def _hand_over(self, run: Ongoing, effect: HandOver) -> None:
         current = run.rounds.get(effect.group_id)
         if current is None or self._pacer is None:
             return
@@ -347,7 +332,7 @@ class Exchange:
             priority=ROUND_PRIORITY,
         )
 
-    def _average(self, run: _Run, effect: Average) -> None:
+    def _average(self, run: Ongoing, effect: Average) -> None:
         current = run.rounds.get(effect.group_id)
         if current is not None:
             task = partial(current.average, effect.part, effect.epoch)
@@ -358,7 +343,7 @@ class Exchange:
             )
             self._post(run.name, failed)
 
-    def _bar(self, run: _Run, effect: Bar) -> None:
+    def _bar(self, run: Ongoing, effect: Bar) -> None:
         current = run.rounds.get(effect.group_id)
         if current is not None:
             # In the pool: a hundred thousand parts would hold up the loop, and each takes a lock.
@@ -370,7 +355,7 @@ class Exchange:
             self._post(run.name, barred)
 
     def _close(
-        self, run: _Run, group_id: bytes, *, kept: bool = True, without: tuple[int, ...] = ()
+        self, run: Ongoing, group_id: bytes, *, kept: bool = True, without: tuple[int, ...] = ()
     ) -> None:
         with self._lock:
             current = run.rounds.pop(group_id, None)
@@ -389,7 +374,7 @@ class Exchange:
         for bucket in over:
             bucket.close()
 
-    def _fetch(self, run: _Run, effect: FetchSnapshot) -> None:
+    def _fetch(self, run: Ongoing, effect: FetchSnapshot) -> None:
         incoming = run.snapshots.fetch(
             effect.nonce, effect.donor, parts=effect.parts, state_bytes=effect.state_bytes
         )
@@ -397,14 +382,14 @@ class Exchange:
             self._link(run, effect.donor, effect.addresses, dials=bool(effect.addresses))
             self._intake.admit(effect.nonce, incoming)
 
-    def _push_snapshot(self, run: _Run, effect: PushSnapshot) -> None:
+    def _push_snapshot(self, run: Ongoing, effect: PushSnapshot) -> None:
         frames = run.snapshots.serve(effect.nonce, effect.to)
         if frames is not None and self._pacer is not None:
             # Both ends dial if they can: who can reach whom is not known, and the links keep one.
             self._link(run, effect.to, effect.addresses, dials=bool(effect.addresses))
             self._pacer.put(effect.to, effect.nonce, frames, priority=SNAPSHOT_PRIORITY)
 
-    def _drop_transfer(self, run: _Run, nonce: bytes) -> None:
+    def _drop_transfer(self, run: Ongoing, nonce: bytes) -> None:
         run.snapshots.drop(nonce)
         self._intake.shut(nonce)
         if self._pacer is not None:
@@ -412,7 +397,7 @@ class Exchange:
 
     # -- links ------------------------------------------------------------------------------------
 
-    def _link(self, run: _Run, peer_id: str, addresses: tuple[str, ...], *, dials: bool) -> None:
+    def _link(self, run: Ongoing, peer_id: str, addresses: tuple[str, ...], *, dials: bool) -> None:
         def failed(words: str) -> None:
             log.info("run %s: %s", run.name, words)
             self._post(run.name, LinkLost(peer_id, Reason.UNREACHABLE))
@@ -475,10 +460,10 @@ class Exchange:
             self._run(name).snapshots.fail(header.group, Reason.PART_SIZE)
 
     def on_frame(self, peer_id: str, header: Header, payload: memoryview) -> None:
-        """The pool's on_frame, in a reader thread. Whatever the frame holds, nothing is raised."""
+        """The pool's on_frame, in a reader thread; never raises."""
         self._intake.on_frame(peer_id, header, payload)
 
-    def _run(self, name: str) -> _Run:
+    def _run(self, name: str) -> Ongoing:
         run = self._runs.get(name)
         if run is None:
             raise LocalProtocolError(f"run {name!r} does not exist here")

@@ -69,7 +69,7 @@ class Store(Protocol):
     def add_bucket(self, name: str, trainer: str, bucket: Bucket) -> None: ...
     def remove_bucket(self, name: str, trainer: str) -> None: ...
     def initial_snapshot(self, name: str, trainer: str, version: int) -> bytes: ...  # blocks
-    def first_nonfinite(self, name: str, trainer: str) -> str | None: ...  # blocks
+    def examine(self, name: str, trainer: str) -> tuple[str | None, float]: ...  # blocks
     def set_state(self, name: str, state: bytes) -> None: ...  # blocks
     def state(self, name: str) -> bytes: ...
     def residual_bytes(self, name: str) -> Mapping[str, int]: ...
@@ -248,7 +248,7 @@ class Run:
         """Average a trainer's bucket. Yields progress, then the end."""
         trainer = self._begin(name, ask.generation)
         try:
-            await self._check_finite(trainer)
+            norm = await self._check_finite(trainer)
             await self._introduce(trainer)
             event = Contributed(
                 name,
@@ -258,6 +258,7 @@ class Run:
                 ask.min_participants,
                 ask.on_partial,
                 ask.timeout_s,
+                norm,
             )
             async with aclosing(self._watch(trainer, event)) as steps:
                 async for step in steps:
@@ -339,14 +340,17 @@ class Run:
         newer = state.version > version and state.donor.version is not None
         return newer and state.record.schema == layout.schema_digest
 
-    async def _check_finite(self, trainer: Trainer) -> None:
+    async def _check_finite(self, trainer: Trainer) -> float:
+        """Raises for a NaN; returns the norm of the bucket."""
         exchange = self._ground.exchange
-        bad = await self._ground.in_thread(exchange.first_nonfinite, self.name, trainer.name)
+        found = await self._ground.in_thread(exchange.examine, self.name, trainer.name)
+        bad, norm = found[0], float(found[1])
         if bad is not None:
             self.driver.handle(ContributionRefused(trainer.name))
             raise refusal(
                 "not_finite", f"tensor {bad!r} holds a NaN or an infinity, expected finite values"
             )
+        return norm
 
     async def _watch(self, trainer: Trainer, event: Event) -> AsyncGenerator[Step, None]:
         """Hand the call to the core and follow it to its end; leaving early cancels it."""

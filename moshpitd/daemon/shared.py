@@ -54,6 +54,7 @@ class Shared:
         self.group_id = opened.group.group_id
         self.index = opened.index
         self.weight = opened.weight
+        self.norm_limit = opened.norm_limit
         self.layout = layout
         self.run_hash = run_hash
         self.codecs = {r.dtype: codec_for(self.group.codec, r.dtype) for r in layout.regions}

@@ -123,6 +123,28 @@ def first_nonfinite(values: Tensor) -> int | None:
     return None
 
 
+def examine(values: Tensor) -> tuple[int | None, float]:
+    """(index of the first NaN or infinity or None, squared Euclidean norm) of a 1-D tensor.
+
+    One pass for both: the dot product with itself is finite only if every element is. Values so
+    large that their square overflows float32 have the norm infinity. Integers: (None, 0.0).
+    """
+    if not values.dtype.is_floating_point:
+        return None, 0.0
+    total = 0.0
+    step = SLICE_BYTES // values.element_size()
+    for start, stop in slice_bounds(values.numel(), step=step):
+        piece = values[start:stop]
+        wide = piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+        squared = torch.dot(wide, wide).item()
+        if not math.isfinite(squared):
+            bad = first_nonfinite(piece)
+            if bad is not None:
+                return start + bad, math.nan
+        total += squared
+    return None, total
+
+
 def _mix(mean: Tensor, values: Tensor, *, share: float, rest: float) -> None:
     """mean = rest * mean + share * values, in place; share + rest = 1."""
     step = SLICE_BYTES // mean.element_size()

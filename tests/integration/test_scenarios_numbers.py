@@ -253,8 +253,8 @@ async def test_a_bad_contribution_that_reaches_the_others_stays_out_of_the_avera
 ) -> None:
     """S9 when the sender's own daemon does not look: the reducers do."""
 
-    async def blind(trainer: object) -> None:
-        return None
+    async def blind(trainer: object) -> float:
+        return 0.0
 
     tensors = [{"a": torch.zeros(500), "b": torch.zeros(500)} for _ in range(4)]
     async with trainers(swarm, run, tensors) as sessions:
@@ -354,3 +354,32 @@ async def test_a_weight_that_is_none_is_refused_before_any_traffic(
         assert refused.value.reason == "weight_out_of_range"
         assert repr(weight) in refused.value.message
         assert plain.node(0).rounds(run) == []
+
+
+async def test_a_poisoned_contribution_is_refused_and_the_others_average_without_it(
+    swarm: LocalSwarm, run: str
+) -> None:
+    """Finite, but a million times larger than anybody else's: refused by its norm, a strike."""
+    generator = torch.Generator().manual_seed(7)
+    start = torch.randn(1000, generator=generator)
+    tensors = [{"w": start.clone()} for _ in range(4)]
+    async with trainers(swarm, run, tensors) as sessions:
+        for own in tensors:
+            own["w"].add_(0.1 * torch.randn(1000, generator=generator))
+        good = [i for i in range(4) if i != SLOW]
+        mean = torch.stack([tensors[i]["w"] for i in good]).mean(0)
+        tensors[SLOW]["w"].mul_(1e6)
+        ends = await average(swarm, sessions, timeout_s=30)
+        for i in good:
+            result = ends[i]
+            assert result.status == "partial", str(result)
+            assert set(result.contributors) == {sessions[k].peer_id for k in good}
+            torch.testing.assert_close(tensors[i]["w"], mean, rtol=2e-3, atol=2e-3)
+        strikes = [
+            entry.strikes
+            for i in good
+            for entry in [
+                swarm.node(i).runs[run].driver.peer.state.swarm.heard[sessions[SLOW].peer_id]
+            ]
+        ]
+        assert any(strikes)

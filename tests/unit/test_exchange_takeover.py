@@ -29,7 +29,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.succession import Succession
 from moshpitd.daemon import accumulate, early
 from moshpitd.daemon.buffers import Bucket
-from moshpitd.daemon.exchange import run_hash
+from moshpitd.daemon.ongoing import run_hash
 from moshpitd.daemon.pacing import Skipped
 from moshpitd.daemon.pulse import Pulse
 from moshpitd.daemon.sending import LABEL

@@ -6,8 +6,8 @@ import pytest
 
 from moshpitd.daemon import settings as settings_module
 from moshpitd.daemon.carried import Carried
-from moshpitd.daemon.exchange import run_hash
 from moshpitd.daemon.network import link_options
+from moshpitd.daemon.ongoing import run_hash
 from moshpitd.daemon.pace import LEAST_MBPS, STEP, Pace
 from moshpitd.daemon.settings import Settings
 from moshpitd.errors import ConfigError

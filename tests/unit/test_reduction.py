@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moshpitd.errors import LocalProtocolError
 from moshpitd.tensors.dtypes import DTYPES
-from moshpitd.tensors.reduction import PartAccumulator, first_nonfinite
+from moshpitd.tensors.reduction import PartAccumulator, examine, first_nonfinite
 from moshpitd.tensors.slices import SLICE_BYTES
 
 LARGEST = torch.finfo(torch.float32).max
@@ -269,3 +269,24 @@ def test_taking_the_mean_gives_the_same_once(dtype: str) -> None:
     assert torch.equal(taken, out)
     with pytest.raises(LocalProtocolError, match="no mean"):
         again.take()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 400_000])
+def test_one_look_gives_the_norm_and_finds_what_is_not_finite(
+    dtype: torch.dtype, numel: int
+) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bad, squared = examine(values)
+    assert bad is None
+    assert squared == pytest.approx(float(values.double().square().sum()), rel=1e-4)
+    if numel:
+        values[numel // 2] = float("nan")
+        assert examine(values)[0] == numel // 2
+        values[numel // 2] = float("inf")
+        assert examine(values)[0] == numel // 2
+
+
+def test_large_finite_values_are_finite_and_their_norm_is_not() -> None:
+    assert examine(torch.full((10,), 3e38)) == (None, float("inf"))
+    assert examine(torch.tensor([1, 2, 3])) == (None, 0.0)

@@ -33,7 +33,7 @@ from moshpitd.core.events import (
 )
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon import staging, transfer
-from moshpitd.daemon.exchange import run_hash
+from moshpitd.daemon.ongoing import run_hash
 from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.hashing import digest
