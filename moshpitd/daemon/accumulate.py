@@ -17,10 +17,11 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
-from moshpitd.core.effects import Bar, Open
+from moshpitd.core.effects import Await, Bar, HandOver, Open, OpenAudit, Push, PushAudit
 from moshpitd.core.events import Barred, Event, PartRefused, ResultArrived
 from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
+from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.averaging import Reducer
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.daemon.early import EarlyFrames
@@ -31,6 +32,7 @@ from moshpitd.daemon.sending import LABEL, Sender
 from moshpitd.daemon.shared import Shared, members_in
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec
+from moshpitd.tensors.deviation import Owed
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Scratch, Tensor, tensor_of, typed
@@ -46,7 +48,9 @@ class Round:
     trainers may have them back.
     """
 
-    kinds = frozenset({FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.HANDOVER})
+    kinds = frozenset(
+        {FrameKind.CONTRIBUTION, FrameKind.RESULT, FrameKind.HANDOVER, FrameKind.AUDIT}
+    )
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class Round:
         post: Callable[[Event], None],
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
+        owed: Owed,
         residuals: Residuals | None = None,
     ) -> None:
         self.group = opened.group
@@ -75,8 +80,9 @@ class Round:
             timed=timed,
             residuals=residuals,
         )
-        self._reducer = Reducer(shared)
-        self._sender = Sender(shared, self._reducer.payload)
+        self._auditor = Auditor(shared, owed, self._decoded)
+        self._reducer = Reducer(shared, self._auditor)
+        self._sender = Sender(shared, self._reducer.payload, self._auditor)
         self._indices = {member.peer_id: i for i, member in enumerate(self.group.members)}
         self._ahead = EarlyFrames()
         self._ahead_lock = threading.Lock()  # taken under a part's lock, never the other way round
@@ -91,6 +97,16 @@ class Round:
 
     # -- what the core asks for -------------------------------------------------------------------
 
+    def frames(self, effect: Push | HandOver | PushAudit) -> Iterator[Frame]:
+        """What an effect sends."""
+        match effect:
+            case Push():
+                return self.outgoing(effect.parts, result=effect.result, epoch=effect.epoch)
+            case HandOver():
+                return self.hand_over(effect.parts, epoch=effect.epoch)
+            case PushAudit():
+                return self._auditor.frames(effect.parts)
+
     def outgoing(self, parts: Iterable[int], *, result: bool, epoch: int = 0) -> Iterator[Frame]:
         return self._sender.push(parts, result=result, epoch=epoch)
 
@@ -100,8 +116,16 @@ class Round:
     def average(self, index: int, epoch: int = 0) -> None:
         self._reducer.average(index, epoch)
 
-    def expect(self, sender: int, parts: Iterable[int], epoch: int) -> None:
-        self._shared.ledger.expect(sender, parts, epoch)
+    def check(self, index: int) -> None:
+        self._auditor.check(index)
+
+    def expect(self, effect: Await | OpenAudit) -> None:
+        """What our core asks others for from now on may come."""
+        match effect:
+            case Await():
+                self._shared.ledger.expect(effect.sender, effect.parts, effect.epoch)
+            case OpenAudit():
+                self._auditor.open(effect.parts)
 
     def bar(self, effect: Bar) -> None:
         """Let nothing below its epoch touch these parts from now on, and say what they hold."""
@@ -130,10 +154,12 @@ class Round:
     def settle(self) -> None:
         """The next round begins, while this one only lingers: it was used, and whole."""
         self._shared.settle()
+        self._auditor.close()
 
     def close(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:
         """End the round; waits for the few parts being worked on, about a millisecond each."""
         self._shared.close(kept=kept, without=without)
+        self._auditor.close(kept=kept, without=without)
         self._reducer.clear()
         with self._ahead_lock:
             self._ahead = EarlyFrames()
@@ -152,6 +178,9 @@ class Round:
             return
         shared.count(received=len(payload))
         part = shared.layout.parts[header.part]
+        if header.kind is FrameKind.AUDIT:
+            self._auditor.take(sender, header, part, payload)
+            return
         result = header.kind is not FrameKind.CONTRIBUTION
         expected = False
         with shared.lock(part.index):
@@ -271,6 +300,7 @@ class Round:
                 shared.drop("below_bar")  # barred, or replaced, while this was decoded
                 return
             shared.put_in_place(part, values, held)
+            self._auditor.placed(part, values)
             self._reducer.barred(part.index, held.epoch + 1)  # ours of that part is worth nothing
             contributors = members_in(held.contributors)
             shared.post(

@@ -12,6 +12,7 @@ import zlib
 from moshpitd.core.events import Averaged, Event, PartArrived, PartFailed
 from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
+from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.shared import Shared, encode_failure, members_in
 from moshpitd.tensors.codecs import RAW
 from moshpitd.tensors.layout import Part
@@ -35,8 +36,9 @@ class _Open:
 class Reducer:
     """Invariant: what is open of a part is of its bar's epoch, and it has no result of that."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, auditor: Auditor) -> None:
         self._shared = shared
+        self._auditor = auditor
         # Keyed by part, touched under the part's lock, and filled as parts come.
         self._open: dict[int, _Open] = {}
         self._payloads: dict[int, tuple[Tensor, int, int]] = {}  # results, who is in them, epoch
@@ -129,6 +131,7 @@ class Reducer:
             )
         crc = shared.made[part.index] = zlib.crc32(bytes_of(payload))
         shared.put_in_place(part, values, Held(part.index, epoch, opened.inside, crc))
+        self._auditor.placed(part, values)
         self._payloads[part.index] = (payload, opened.inside, epoch)
         return Averaged(shared.group_id, part.index, members_in(opened.inside), crc, epoch)
 
@@ -167,6 +170,7 @@ class Reducer:
             shared.post(PartFailed(shared.group_id, part.index, *failure, epoch=epoch))
             return
         self._add(shared.index, part, epoch, own, shared.weight)
+        self._auditor.keep(part, RAW, untyped(own))
 
     def _no_result(self, part: Part, epoch: int, reason: Reason, detail: str) -> PartFailed:
         group_id = self._shared.group_id

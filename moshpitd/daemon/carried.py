@@ -16,6 +16,7 @@ _KINDS = {
     FrameKind.RESULT: "result",
     FrameKind.SNAPSHOT: "snapshot",
     FrameKind.HANDOVER: "handover",
+    FrameKind.AUDIT: "audit",
 }
 
 

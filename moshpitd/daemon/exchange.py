@@ -23,6 +23,7 @@ from moshpitd.core.effects import (
     Average,
     Await,
     Bar,
+    Check,
     Close,
     Digest,
     DropSnapshot,
@@ -31,7 +32,9 @@ from moshpitd.core.effects import (
     HandOver,
     LoadSnapshot,
     Open,
+    OpenAudit,
     Push,
+    PushAudit,
     PushSnapshot,
     RefreshSnapshot,
 )
@@ -242,18 +245,20 @@ class Exchange:
         match effect:
             case Open():
                 self._open(run, effect)
-            case Push():
+            case Push() | HandOver() | PushAudit():
                 self._push(run, effect)
             case Average():
                 self._average(run, effect)
             case Bar():
                 self._bar(run, effect)
-            case HandOver():
-                self._hand_over(run, effect)
-            case Await():
+            case Await() | OpenAudit():
                 current = run.rounds.get(effect.group_id)
                 if current is not None:
-                    current.expect(effect.sender, effect.parts, effect.epoch)
+                    current.expect(effect)
+            case Check():
+                current = run.rounds.get(effect.group_id)
+                if current is not None:
+                    self._submit(self._averaging, partial(current.check, effect.part))
             case Close():
                 self._close(run, effect.group_id, kept=effect.kept, without=effect.without)
             case FetchSnapshot():
@@ -290,6 +295,7 @@ class Exchange:
                 post=partial(self._post, run.name),
                 drop=self._drop,
                 timed=self._timed,
+                owed=run.owed,
                 residuals=run.residuals,
             )
         except ConfigError as error:  # the group, made elsewhere, names a codec we do not have
@@ -310,25 +316,14 @@ class Exchange:
                 self._link(run, member.peer_id, member.addresses, dials=dials)
         self._intake.admit(current.group_id, current)
 
-    def _push(self, run: Ongoing, effect: Push) -> None:
+    def _push(self, run: Ongoing, effect: Push | HandOver | PushAudit) -> None:
         current = run.rounds.get(effect.group_id)
         if current is None or self._pacer is None:
             return
         self._pacer.put(
             current.group.members[effect.to].peer_id,
             effect.group_id,
-            current.outgoing(effect.parts, result=effect.result, epoch=effect.epoch),
-            priority=ROUND_PRIORITY,
-        )
-
-    def _hand_over(self, run: Ongoing, effect: HandOver) -> None:
-        current = run.rounds.get(effect.group_id)
-        if current is None or self._pacer is None:
-            return
-        self._pacer.put(
-            current.group.members[effect.to].peer_id,
-            effect.group_id,
-            current.hand_over(effect.parts, epoch=effect.epoch),
+            current.frames(effect),
             priority=ROUND_PRIORITY,
         )
 

@@ -42,6 +42,10 @@ class Ledger:
         """What is in place."""
         return self._held.get(part)
 
+    def reducer(self, part: int, epoch: int) -> int:
+        """Who reduces a part in this epoch."""
+        return self._succession.reducer(part, epoch)
+
     def is_open(self, part: int, epoch: int) -> bool:
         """Whether a contribution in this epoch may still get into an average of ours."""
         held = self._held.get(part)

@@ -9,6 +9,7 @@ from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.net.frames import RUN_BYTES
+from moshpitd.tensors.deviation import Owed
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 
@@ -26,6 +27,7 @@ class Ongoing:
     layout: Layout
     snapshots: Snapshots
     residuals: Residuals | None  # what codecs took away; None: every average rounds for good
+    owed: Owed = field(default_factory=Owed)  # how much the others' may be, for audits
     buckets: dict[str, Bucket] = field(default_factory=dict)
     rounds: dict[bytes, Round] = field(default_factory=dict)
     leaving: list[Bucket] = field(default_factory=list)  # their trainers are gone, a round sends

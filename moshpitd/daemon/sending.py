@@ -15,6 +15,7 @@ from functools import partial
 from moshpitd.core.events import PartFailed
 from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
+from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.pacing import Frame, Skipped
 from moshpitd.daemon.shared import Shared, encode_failure
 from moshpitd.net.frames import FrameKind
@@ -30,10 +31,14 @@ class Sender:
     """Invariant: no frame carries a contribution read from a bucket that holds a result."""
 
     def __init__(
-        self, shared: Shared, payload_of: Callable[[int, int], tuple[Tensor, int] | None]
+        self,
+        shared: Shared,
+        payload_of: Callable[[int, int], tuple[Tensor, int] | None],
+        auditor: Auditor,
     ) -> None:
         """`payload_of(part, epoch)`: our stored result of that epoch, and who is inside."""
         self._shared = shared
+        self._auditor = auditor
         self._payload_of = payload_of
 
     def push(self, parts: Iterable[int], *, result: bool, epoch: int) -> Iterator[Frame]:
@@ -100,6 +105,7 @@ class Sender:
             if failure is not None:
                 shared.post(PartFailed(shared.group_id, part.index, *failure, epoch=epoch))
                 raise Skipped
+            self._auditor.keep(part, shared.codecs[part.dtype], tensor_of(room[:size]))
         shared.count(sent=size)
         return room[:size]
 
