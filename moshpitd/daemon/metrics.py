@@ -179,7 +179,7 @@ class NodeMetrics:
     # -- what the daemon itself counts -----------------------------------------------------------
 
     def add_carried(self, run: str, kind: str, sent: bool, count: int) -> None:
-        """`kind`: part, result, snapshot, handover, control."""
+        """`kind`: part, result, snapshot, handover, audit, control."""
         direction = "sent" if sent else "received"
         self.bytes.labels(self._run(run), direction, kind).inc(count)
 
