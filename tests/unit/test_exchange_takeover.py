@@ -214,11 +214,12 @@ def test_a_bar_overtakes_a_frame_that_is_being_decoded(
     before = values_of(plane, part).clone()
     inside, go_on = threading.Event(), threading.Event()
 
-    def slow(values: Tensor) -> None:
+    def slow(values: Tensor) -> tuple[None, float]:
         inside.set()
         assert go_on.wait(20)
+        return None, 0.0
 
-    monkeypatch.setattr(accumulate, "first_nonfinite", slow)
+    monkeypatch.setattr(accumulate, "examine", slow)
     reader = threading.Thread(
         target=arrives, args=(plane, 1, frame(plane, group, part, 7.0, kind=kind))
     )
