@@ -143,6 +143,7 @@ class Checks:
         match effect:
             case LoadSnapshot():
                 self._loaded[node.peer_id] = (self._now(), effect.version)
+                self._shares.pop(node.peer_id, None)  # what it holds now is not what it weighed
             case RefreshSnapshot() if not self._recent.get(node.peer_id):
                 # A run of one peer: its own rounds count, and nothing moves.
                 self._loaded[node.peer_id] = (self._now(), effect.version)
@@ -178,6 +179,11 @@ class Checks:
         if outcome.status is Status.ALONE and outcome.group_size != 1:
             self.fail(f"is alone in a group of {outcome.group_size}", node)
         self._judge(node, outcome, since)
+        if not outcome.accepted:  # what was averaged in it is in no trainer's parameters
+            rounds = self._recent.get(node.peer_id, {})
+            for key, (at, round_) in list(rounds.items()):
+                if at >= since and effect.trainer in round_.buckets:
+                    del rounds[key]
 
     def _judge(self, node: Node, outcome: Outcome, since: float) -> None:
         """The outcome of a call that began at `since` against the rounds that it really had.

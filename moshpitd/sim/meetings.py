@@ -41,6 +41,7 @@ class Attempt:
     ended: float = math.inf
     disturbed: bool = False  # it stood still meanwhile
     record: Record | None = None
+    crowd: int = 0  # under a key of the grid when it began
 
 
 class Meetings:
@@ -82,8 +83,9 @@ class Meetings:
             # In the flat run everybody has one key whatever its round.
             number = None if key == PEERS_KEY else note.fields.get("round")
             self._open[node.index] = Attempt(
-                node, key, number, self._now(), disturbed=node.thaws_at is not None
-            )
+                node, key, number, self._now(), disturbed=node.thaws_at is not None,
+                crowd=0 if number is None else self._directory.crowd(key, self._now()),
+            )  # fmt: skip
         elif note.what in ("group_formed", "attempt_ended"):
             attempt = self._open.pop(node.index, None)
             if attempt is None:
@@ -124,6 +126,8 @@ class Meetings:
         a, b = one.node, other.node
         if a is b or b.gone or one.record is None or other.record is None:
             return False
+        if max(one.crowd, other.crowd) > self._options.params.max_group:
+            return False  # so many share a key only in groups by hash
         if not (self._links.reaches(a.index, b.index) and self._links.reaches(b.index, a.index)):
             return False
         alike = (

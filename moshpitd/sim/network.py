@@ -186,6 +186,10 @@ class Directory:
         before = seen if late else ()
         slot.kept = [*before, _Stored(record, now, now + late, now + ttl_s)]
 
+    def crowd(self, key: str, now: float) -> int:
+        """How many have a record under `key` now."""
+        return sum(it.kept[-1].expires_at > now for it in self._slots.get(key, {}).values())
+
     def find(
         self,
         key: str,

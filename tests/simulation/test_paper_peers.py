@@ -22,6 +22,9 @@ from moshpitd.sim.world import World
 BEAT_S = 20.0
 """Everybody contributes at once, and by the next beat every window and timeout is over."""
 
+WARM = 8
+"""Rounds within which everybody has a cell of its own."""
+
 Groups = dict[tuple[int, ...], bytes]
 
 
@@ -32,6 +35,7 @@ class Swarm:
     world: World
     nodes: list[Node]
     start: np.ndarray
+    warm: int = 0  # rounds before those that are looked at
     cells: dict[int, tuple[int, ...]] = field(default_factory=dict)
     rounds: list[Groups] = field(default_factory=list)
 
@@ -46,12 +50,29 @@ class Swarm:
 
     def turn(self, out: Sequence[int]) -> None:
         """One round, in which those `out` are cut off from everybody."""
-        begins = BEAT_S * (len(self.rounds) + 1)
+        begins = BEAT_S * (self.warm + len(self.rounds) + 1)
         self.world.run_until(lambda: self.world.now >= begins - 1.0, bound_s=2 * BEAT_S)
         for index in out:
             self.world.trouble.cut_off(self.nodes[index], BEAT_S - 1.5)
         self.rounds.append({})
         self.world.run_until(lambda: self.world.now >= begins + BEAT_S - 1.0, bound_s=2 * BEAT_S)
+
+    def spread_out(self) -> None:
+        """Rounds, two by two, until no two stand in one cell: who takes a cell before it knows
+        everybody may have to leave it again, and the walk knows nothing of that."""
+        while self.warm < WARM and not self._distinct():
+            for _ in range(2):
+                self.turn(())
+            self.warm += len(self.rounds)
+            self.rounds.clear()
+        assert self._distinct()
+        self.cells.clear()
+
+    def _distinct(self) -> bool:
+        if not self.warm:
+            return False
+        cells = [node.peer.state.place.coordinates for node in self.nodes]  # type: ignore[union-attr]
+        return len(set(cells)) == len(cells)
 
     def values(self) -> np.ndarray:
         return np.array([node.trainers[0].values[0] for node in self.nodes])
@@ -66,12 +87,13 @@ def swarm(seed: int, peers: int, side: int) -> Swarm:
     world = World(options)
     world.run_until(lambda: world.now > 1.0, bound_s=3.0)  # all have attached, with one start
     nodes = sorted(world.nodes, key=lambda node: node.peer_id)
-    values = np.random.default_rng(seed).standard_normal(peers)
-    for node, value in zip(nodes, values, strict=True):
-        node.trainers[0].values[:] = value
+    for node in nodes:
         node.peer.state.caught_up = True  # type: ignore[union-attr]  # they synced when they attached
-    found = Swarm(world, nodes, values)
+    found = Swarm(world, nodes, np.random.default_rng(seed).standard_normal(peers))
     world.watchers.append(found.watch)
+    found.spread_out()
+    for node, value in zip(nodes, found.start, strict=True):
+        node.trainers[0].values[:] = value
     return found
 
 
