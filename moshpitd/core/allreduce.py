@@ -443,7 +443,9 @@ class Round:
         assert self.parity_sent_at is not None
         more = self.takeovers.happened
         wait = self.params.part_timeout_s if more else self.params.parity_timeout_s
-        return self.parity_sent_at + wait
+        # Never for long after the call's end; its trainer waits for this.
+        last = max(self.deadline_at, self.parity_sent_at + self.params.parity_timeout_s)
+        return min(self.parity_sent_at + wait, last)
 
     def _outcome(self) -> Outcome:
         st = self.st

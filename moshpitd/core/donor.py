@@ -58,6 +58,10 @@ class Donor:
         now: float,
     ) -> None:
         self.serving = {nonce: it for nonce, it in self.serving.items() if it[1] > now}
+        if message.nonce in self.serving or any(
+            one.nonce == message.nonce for _, one in self.asked
+        ):
+            return  # the same question twice
         if refuse is None and self.version is None:
             refuse = Reason.NO_SNAPSHOT
         if refuse is None and len(self.serving) + len(self.asked) >= self.params.snapshot_slots:

@@ -436,6 +436,11 @@ class Conductor:
             loaded_snapshot=work.loaded,
             seconds=tuple(work.seconds.items()),
         )
+        if work.loaded and outcome.status is Status.FAILED and self.state.donor.version is not None:
+            # The round that failed may have put some results over what was loaded.
+            trainers = tuple(call.trainer for call in work.calls)
+            effect = LoadSnapshot(b"", self.state.donor.version, trainers)
+            self.state.effects.append(effect)
         takers = [seen_by(call, outcome).accepted for call in work.calls]
         if work.accepted and not any(takers):
             # Nobody takes it, so nobody here holds that average.
