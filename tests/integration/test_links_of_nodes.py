@@ -42,6 +42,7 @@ async def averaged(swarm: LocalSwarm, run: str, rounds: int = 1) -> None:
 async def test_authenticated_links_with_several_flows_average_and_say_what_they_are() -> None:
     async with LocalSwarm(
         3,
+        averaging__codec="float32",
         links__security="authenticated",
         links__flows=3,
         network__trusted_network=True,
@@ -61,7 +62,7 @@ async def test_authenticated_links_with_several_flows_average_and_say_what_they_
 
 
 async def test_the_default_says_nothing_and_every_kind_is_counted() -> None:
-    async with LocalSwarm(3) as swarm:
+    async with LocalSwarm(3, averaging__codec="float32") as swarm:
         await averaged(swarm, "sealed", rounds=2)
         assert "authenticated" not in " ".join(swarm.node(0).status()["warnings"])
         assert all(one.sealed for one in swarm.node(0)._live()._links.stats())
@@ -77,7 +78,7 @@ async def test_the_default_says_nothing_and_every_kind_is_counted() -> None:
 
 
 async def test_peers_of_other_security_are_named_in_status() -> None:
-    async with LocalSwarm(2) as swarm:
+    async with LocalSwarm(2, averaging__codec="float32") as swarm:
         await swarm.stop_node(1)
         await swarm.start(1, links__security="authenticated", network__trusted_network=True)
         await swarm.together()
@@ -91,7 +92,7 @@ async def test_peers_of_other_security_are_named_in_status() -> None:
 
 
 async def test_a_cap_lowers_what_a_peer_is_given_to_reduce() -> None:
-    async with LocalSwarm(2) as swarm:
+    async with LocalSwarm(2, averaging__codec="float32") as swarm:
         await swarm.add(limits__upload_mbps=100, limits__download_mbps=400)
         await swarm.together()
         addressed = swarm.node(2)._live().addressed()

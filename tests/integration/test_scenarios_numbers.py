@@ -374,7 +374,8 @@ async def test_a_poisoned_contribution_is_refused_and_the_others_average_without
             result = ends[i]
             assert result.status == "partial", str(result)
             assert set(result.contributors) == {sessions[k].peer_id for k in good}
-            torch.testing.assert_close(tensors[i]["w"], mean, rtol=2e-3, atol=2e-3)
+            # Within any codec's rounding (int8: 3.5 / 127 and a residual); the poison is 1e6.
+            torch.testing.assert_close(tensors[i]["w"], mean, rtol=0.0, atol=0.06)
         strikes = [
             entry.strikes
             for i in good
