@@ -281,7 +281,7 @@ class Round:
         if bad is not None:
             return raw, (Reason.NOT_FINITE, f"tensor {shared.layout.tensor_at(part, bad)!r}")
         limit = shared.norm_limit
-        if limit is not None and squared > limit * limit:
+        if limit is not None and math.isfinite(squared) and squared > limit * limit:
             name = shared.layout.tensor_at(part, 0)
             return raw, (
                 Reason.NORM,

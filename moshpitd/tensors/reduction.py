@@ -126,8 +126,8 @@ def first_nonfinite(values: Tensor) -> int | None:
 def examine(values: Tensor) -> tuple[int | None, float]:
     """(index of the first NaN or infinity or None, squared Euclidean norm) of a 1-D tensor.
 
-    One pass for both: the dot product with itself is finite only if every element is. Values so
-    large that their square overflows float32 have the norm infinity. Integers: (None, 0.0).
+    One pass for both: the dot product with itself is finite only if every element is. float64
+    values above 1e154 have the norm infinity, which says nothing. Integers: (None, 0.0).
     """
     if not values.dtype.is_floating_point:
         return None, 0.0
@@ -141,6 +141,8 @@ def examine(values: Tensor) -> tuple[int | None, float]:
             bad = first_nonfinite(piece)
             if bad is not None:
                 return start + bad, math.nan
+            double = piece.double()  # seldom: finite, but the square is too large for float32
+            squared = torch.dot(double, double).item()
         total += squared
     return None, total
 

@@ -287,6 +287,9 @@ def test_one_look_gives_the_norm_and_finds_what_is_not_finite(
         assert examine(values)[0] == numel // 2
 
 
-def test_large_finite_values_are_finite_and_their_norm_is_not() -> None:
-    assert examine(torch.full((10,), 3e38)) == (None, float("inf"))
+def test_large_finite_values_are_finite_and_have_a_norm_where_float64_can_tell() -> None:
+    bad, squared = examine(torch.full((10,), 3e38))
+    assert bad is None
+    assert squared == pytest.approx(9e77, rel=1e-5)
+    assert examine(torch.full((10,), 1e300, dtype=torch.float64)) == (None, float("inf"))
     assert examine(torch.tensor([1, 2, 3])) == (None, 0.0)
