@@ -79,9 +79,10 @@ class Params:
     max_weight_ratio: float = 1e6
     """Largest weight relative to the group's median; one peer must not be able to overwrite
     everybody."""
-    max_norm_ratio: float = 20.0
+    max_norm_ratio: float = 1e6
     """Largest norm of a contribution, part by part, relative to the median norm of the group's
-    members: honest peers of one swarm differ by less than 2, poison and accidents by far more."""
+    members; one peer must not be able to overwrite everybody. Swarms that know how alike their
+    peers are (parameters: within 2) set it far lower."""
     max_candidates: int = 256
     """Peers remembered per run for meeting: 16 groups' worth, 64 KiB of records."""
     max_parts: int = 1 << 20

@@ -361,7 +361,7 @@ async def test_a_weight_that_is_none_is_refused_before_any_traffic(
 async def test_a_poisoned_contribution_is_refused_and_the_others_average_without_it(
     plain: LocalSwarm, run: str
 ) -> None:
-    """Finite, but a million times larger than anybody else's: refused by its norm, a strike."""
+    """Finite, but a thousand million times larger than anybody else's: refused by its norm, a strike."""
     generator = torch.Generator().manual_seed(7)
     start = torch.randn(1000, generator=generator)
     tensors = [{"w": start.clone()} for _ in range(4)]
@@ -370,13 +370,13 @@ async def test_a_poisoned_contribution_is_refused_and_the_others_average_without
             own["w"].add_(0.1 * torch.randn(1000, generator=generator))
         good = [i for i in range(4) if i != SLOW]
         mean = torch.stack([tensors[i]["w"] for i in good]).mean(0)
-        tensors[SLOW]["w"].mul_(1e6)
+        tensors[SLOW]["w"].mul_(1e9)
         ends = await average(plain, sessions, timeout_s=30)
         for i in good:
             result = ends[i]
             assert result.status == "partial", str(result)
             assert set(result.contributors) == {sessions[k].peer_id for k in good}
-            # Within any codec's rounding (int8: 3.5 / 127 and a residual); the poison is 1e6.
+            # Within any codec's rounding (int8: 3.5 / 127 and a residual); the poison is 1e9.
             torch.testing.assert_close(tensors[i]["w"], mean, rtol=0.0, atol=0.06)
         strikes = [
             entry.strikes
