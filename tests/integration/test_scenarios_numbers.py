@@ -361,7 +361,7 @@ async def test_a_weight_that_is_none_is_refused_before_any_traffic(
 async def test_a_poisoned_contribution_is_refused_and_the_others_average_without_it(
     plain: LocalSwarm, run: str
 ) -> None:
-    """Finite, but a thousand million times larger than anybody else's: refused by its norm, a strike."""
+    """Finite, but 10^9 times larger than anybody else's: refused by its norm, with a strike."""
     generator = torch.Generator().manual_seed(7)
     start = torch.randn(1000, generator=generator)
     tensors = [{"w": start.clone()} for _ in range(4)]
