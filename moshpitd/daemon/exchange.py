@@ -403,7 +403,7 @@ class Exchange:
     def link_lost(self, peer_id: str) -> None:
         """The pool's on_lost: what waited for that peer is gone, transfers with it fail.
 
-        The node tells the runs (`runs_with`, asked before this) that the link is lost.
+        The network tells every run that the link is lost.
         """
         with self._lock:
             runs = list(self._runs.values())

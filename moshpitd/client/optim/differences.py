@@ -20,9 +20,8 @@ from torch import Tensor
 from moshpitd.client.optim.distributed import (
     Gradients,
     SwarmOptimizer,
-    named,
-    sgd_direction,
     sgd_options,
+    sgd_step,
 )
 from moshpitd.client.primitives import (
     Coding,
@@ -114,14 +113,6 @@ class _Differences(SwarmOptimizer):
     def _public(self) -> dict[str, Tensor]:
         """Our own public copy."""
 
-    def _step_of(self, gradients: Gradients) -> dict[str, Tensor]:
-        if not gradients.sound:
-            return gradients.values
-        return named(
-            self.slots(),
-            lambda slot: slot.group["lr"] * sgd_direction(self, slot, gradients.values[slot.name]),
-        )
-
     def _begin(self, difference: Tensors) -> Pending[Exchanged]:
         if self._opened is None:
             self._opened = self._swarm.neighbours(
@@ -181,7 +172,7 @@ class ChocoSGD(_Differences):
         self._pending: Pending[Exchanged] | None = None
 
     def _advance(self, gradients: Gradients) -> None:
-        step = self._step_of(gradients)
+        step = sgd_step(self, gradients)
         public = self._public()
         x = {name: value - step[name] for name, value in self.parameters().items()}
         if self._pending is not None:
@@ -263,7 +254,7 @@ class DCD(_Differences):
         self._shares: list[tuple[float, dict[str, Tensor]]] = []
 
     def _advance(self, gradients: Gradients) -> None:
-        step, x = self._step_of(gradients), self.parameters()
+        step, x = sgd_step(self, gradients), self.parameters()
         own_weight = 1.0 - sum(share for share, _ in self._shares)
         difference = {
             name: choco.dcd_message(

@@ -180,6 +180,17 @@ def sgd_direction(optimizer: SwarmOptimizer, slot: Slot, grad: Tensor) -> Tensor
     return grad + momentum * buffer if group["nesterov"] else buffer.clone()
 
 
+def sgd_step(optimizer: SwarmOptimizer, gradients: Gradients) -> dict[str, Tensor]:
+    """What SGD takes off every parameter: lr times the direction. Gradients that are worth nothing
+    are zeros already; they come back as they are and touch no momentum."""
+    if not gradients.sound:
+        return gradients.values
+    return named(
+        optimizer.slots(),
+        lambda slot: slot.group["lr"] * sgd_direction(optimizer, slot, gradients.values[slot.name]),
+    )
+
+
 def sgd_options(lr: float, momentum: float, nesterov: bool, weight_decay: float) -> dict[str, Any]:
     """The defaults of a param group that `sgd_direction` reads; wrong ones are refused here."""
     if momentum < 0 or weight_decay < 0 or (nesterov and not momentum):

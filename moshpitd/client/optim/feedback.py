@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moshpitd.client.optim.distributed import Gradients, named, sgd_direction, sgd_options
+from moshpitd.client.optim.distributed import Gradients, named, sgd_options, sgd_step
 from moshpitd.client.optim.replicas import CHECK_EVERY, Replicated
 from moshpitd.client.optim.shifts import Shifts, unbiased_coding
 from moshpitd.client.primitives import Coding
@@ -49,14 +49,7 @@ class ECSGD(Replicated):
         self._coding = Coding(chosen, result="" if two_sided else "float32", feedback=True)
 
     def _update(self, gradients: Gradients) -> bool:
-        sent = gradients.values
-        if gradients.sound:
-            sent = named(
-                self.slots(),
-                lambda slot: (
-                    slot.group["lr"] * sgd_direction(self, slot, gradients.values[slot.name])
-                ),
-            )
+        sent = sgd_step(self, gradients)
         found = self.average("step", sent, coding=self._coding, weight=self.weight(gradients))
         self.write(
             {

@@ -18,6 +18,7 @@ from moshpitd.client.optim.distributed import (
     named,
     sgd_direction,
     sgd_options,
+    sgd_step,
 )
 from moshpitd.client.primitives import (
     Exchanged,
@@ -71,7 +72,7 @@ class DPSGD(SwarmOptimizer):
 
     def _advance(self, gradients: Gradients) -> None:
         adapts = self._order == "adapt-then-combine"
-        updates = self._updates(gradients)
+        updates = sgd_step(self, gradients)
         before = self.parameters()
         sent = {
             name: dpsgd.adapt(x, grad=updates[name], gamma=1.0) if adapts else x
@@ -85,15 +86,6 @@ class DPSGD(SwarmOptimizer):
                 for name, x in mixed.items()
             }
         self.write(mixed)
-
-    def _updates(self, gradients: Gradients) -> dict[str, Tensor]:
-        """lr times the direction; zeros where the gradients are worth nothing."""
-        if not gradients.sound:
-            return gradients.values
-        return named(
-            self.slots(),
-            lambda slot: slot.group["lr"] * sgd_direction(self, slot, gradients.values[slot.name]),
-        )
 
     def _mixed(self, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._exchange is None:
