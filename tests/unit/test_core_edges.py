@@ -10,7 +10,16 @@ from dataclasses import replace
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
 from moshpitd.core.allreduce import Round
-from moshpitd.core.messages import Crcs, Held, Missing, Promise, Resend, TakeOver
+from moshpitd.core.messages import (
+    Crcs,
+    Held,
+    Missing,
+    NotMember,
+    Promise,
+    Resend,
+    SnapshotRequest,
+    TakeOver,
+)
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from moshpitd.core.swarm import Swarm as Known
@@ -181,3 +190,58 @@ def test_a_full_memory_of_peers_takes_a_new_one_only_for_one_that_is_gone() -> N
     known.lose("p02", Reason.LINK_LOST)
     assert known.hear(replace(record, peer_id="p04"), 5.0, direct=True)
     assert known.expire(5.0 + known.params.heard_fresh_s + 1.0) == ["p01", "p04"]
+
+
+# -- what the simulator found
+
+
+def test_the_others_last_messages_are_not_waited_for_long_after_the_calls_end() -> None:
+    round_ = begun()
+    params = round_.params
+    round_.parity_sent_at, round_.takeovers.happened = 10.0, True
+    round_.deadline_at = 100.0
+    assert round_._patience() == 10.0 + params.part_timeout_s
+    round_.deadline_at = 13.0
+    assert round_._patience() == 13.0
+    round_.deadline_at = 5.0
+    assert round_._patience() == 10.0 + params.parity_timeout_s
+
+
+def test_a_snapshot_that_is_asked_for_twice_is_offered_once() -> None:
+    hands = Hands(2)
+    hands.attach_all()
+    request = SnapshotRequest(b"0123456789abcdef", record_of(hands.nodes["p01"].peer))
+    for _ in range(2):
+        hands.tell("p00", ev.Received("p01", request))
+    hands.settle()
+    assert len(hands.did(ef.PushSnapshot, name="p00")) == 1
+
+
+def test_a_round_that_fails_after_a_snapshot_was_loaded_leaves_the_snapshot() -> None:
+    """Some of its results were in the bucket already; what is handed back is no mixture."""
+    hands = Hands(3)
+    for name in ("p00", "p01"):
+        hands.attach(name, [1.0] * 4, version=20)
+    hands.run(until_s=hands.now + 1.0)
+    hands.attach("p02", [9.0] * 4)  # so far behind that it takes the others' state first
+    mine = hands.contribute("p02", [9.0] * 4)
+    hands.settle()
+    assert hands.nodes["p02"].values["t"] == [1.0] * 4
+    for name in ("p00", "p01"):
+        hands.contribute(name, [3.0] * 4)
+    hands.settle()
+    hands.now += hands.params.settle_s  # p02 leads, and listens so long before it begins
+    hands.tell("p02", ev.Ticked())
+    for _ in range(200):
+        if 3.0 in hands.nodes["p02"].values["t"]:
+            break
+        hands.step(1)
+    assert set(hands.nodes["p02"].values["t"]) == {1.0, 3.0}
+    group = hands.nodes["p02"].opened[-1].group.group_id
+    for name in ("p00", "p01"):
+        hands._give("p02", ev.Received(name, NotMember(group, "p02")))
+    outcome = hands.outcomes[mine]
+    assert outcome.reason is Reason.EXCLUDED
+    assert outcome.loaded_snapshot
+    assert outcome.accepted
+    assert hands.nodes["p02"].values["t"] == [1.0] * 4

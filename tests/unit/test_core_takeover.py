@@ -15,7 +15,7 @@ import pytest
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
 from moshpitd.core.balance import load_shares, succession
-from moshpitd.core.messages import Begin, Crcs, NotMember, Parity, TakeOver
+from moshpitd.core.messages import Begin, Crcs, NotMember, Parity, Resend, TakeOver
 from moshpitd.core.outcome import Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import ENOUGH, Quiet
@@ -162,6 +162,8 @@ def test_damage_at_one_member_is_repaired_by_the_majority() -> None:
     )
     it.hands.finish()
     assert it.hands.named("part_repaired")
+    # Not its reducer again, which sent the damage: the other one that holds it.
+    assert [who for _, _, who, m in it.hands.sent if isinstance(m, Resend)] == ["p01"]
     for name in it.tokens:
         assert it.hands.value(name, 3) == it.hands.value("p00", 3)
         assert it.outcome(name).status is Status.COMPLETE
