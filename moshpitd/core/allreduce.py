@@ -120,6 +120,9 @@ class Round:
 
     def start(self, now: float) -> None:
         st, members = self.st, self.group.members
+        if self.quiet.listens:
+            # Told within a fraction of a second from here on, or we stood still from the start.
+            self.listened_at = now
         if not any(member.weight > 0 for member in members):
             self._fail(Reason.NO_CONTRIBUTORS, "all weights are 0")
             return
@@ -317,7 +320,7 @@ class Round:
     def _on_listened(self, event: Listened, now: float) -> None:
         """Judge silence, and only here: a quiet link is one that we listened to and heard nothing
         from, not one that we had no time for."""
-        self.listened_at = now
+        self.listened_at, self.quiet.listens = now, True
         for index in self.st.heard(event.heard, self.quiet):
             self._exclude(index, Reason.SILENT)
 

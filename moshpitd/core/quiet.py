@@ -24,6 +24,7 @@ class Quiet:
 
     def __init__(self, params: Params) -> None:
         self._params = params
+        self.listens = False  # somebody tells us whom we hear; then no round goes untold
         self._gaps: OrderedDict[str, deque[float]] = OrderedDict()
         self._limits: dict[str, float] = {}
 

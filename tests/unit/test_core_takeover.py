@@ -249,6 +249,33 @@ def test_one_that_wakes_after_a_minute_asks_and_discards_its_round() -> None:
     assert hands.nodes["p02"].values["t"] != hands.nodes["p00"].values["t"]
 
 
+def test_one_that_froze_before_it_first_listened_in_a_round_blames_nobody_either() -> None:
+    """In an earlier round it was told whom it hears, so it knows that it should have been here."""
+    it = swarm(3, parts=6)
+    hands = it.hands
+    it.begun()
+    hands._give("p02", ev.Listened(("p00", "p01")))
+    hands.finish()
+    tokens = {name: hands.contribute(name, [5.0] * 6) for name in it.tokens}
+    while len(hands.nodes["p02"].opened) < 2:
+        hands.step(1)
+    before = list(hands.nodes["p02"].values["t"])
+    hands.nodes["p02"].alive = False
+    for name in ("p00", "p01"):
+        hands._give(name, ev.LinkLost("p02"))
+    hands.finish()
+    hands.lanes.clear()
+    hands.now += 60.0
+    hands.nodes["p02"].alive = True
+    hands.tell("p02", ev.Ticked())  # every deadline of the round has passed
+    hands.settle()
+    outcome = hands.outcomes[tokens["p02"]]
+    assert (outcome.status, outcome.reason) == (Status.FAILED, Reason.EXCLUDED)
+    assert not outcome.accepted
+    assert hands.nodes["p02"].values["t"] == before
+    assert [name for name, _ in hands.named("woke")] == ["p02"]
+
+
 # -- audits
 
 
