@@ -84,7 +84,8 @@ def _values(turn: int, index: int) -> torch.Tensor:
 
 
 def _check(results: list[Result], own: list[torch.Tensor], turn: int) -> None:
-    assert [(one.status, one.participants) for one in results] == [("complete", len(own))] * 3
+    ends = [(one.status, one.participants) for one in results]
+    assert ends == [("complete", len(own))] * 3, "\n".join(map(str, results))
     mean = sum(_values(turn, index).double() for index in range(len(own))) / len(own)
     torch.testing.assert_close(own[0].double(), mean, rtol=1e-6, atol=1e-6)
     for other in own[1:]:
