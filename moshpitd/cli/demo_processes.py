@@ -14,7 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ PORTS = range(20_000, 32_000)
 LOG_TAIL = 25  # lines of a log that are shown when its process failed
 LEAVE_S = 12.0  # a daemon's drain of 5 s and its stop
 STATUS_TIMEOUT_S = 2.0
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whose handlers raise, in a demo or bench
 
 
 class DemoFailed(MoshpitError):
@@ -124,7 +126,7 @@ class Children:
         """Run `python ARGUMENTS`. `nice`: only what the others leave over of the processors;
         `talks`: stdin and stdout are pipes to us, and only stderr goes to the log; `within`: a
         command in front of it that becomes it, such as `ip netns exec NAME`."""
-        with log.open("ab") as out:
+        with log.open("ab") as out, _signals_wait():
             process = subprocess.Popen(
                 [*within, sys.executable, *arguments],
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
@@ -133,9 +135,9 @@ class Children:
                 env={**self._environ, **(environ or {})},
                 start_new_session=True,
             )
-        child = Child(name, process, log, self.will)
-        self.will.started(process.pid)
-        self.started.append(child)
+            child = Child(name, process, log, self.will)
+            self.will.started(process.pid)
+            self.started.append(child)
         if nice:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, process.pid, 19)
@@ -152,6 +154,25 @@ class Children:
         for child in self.started:
             child.kill()
         self.will.close()
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals are answered at the end of it: an exception out of a handler between a child's birth
+    and its name in our list would leave it running. Not by the signal mask, which it inherits."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run there only
+        yield
+        return
+    came: list[int] = []
+    numbers = [n for n in ENDING if callable(signal.getsignal(n))]
+    old = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @dataclass(slots=True)

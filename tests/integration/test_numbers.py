@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import threading
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,7 +13,7 @@ import pytest_asyncio
 import torch
 
 from moshpitd.testing import LocalSwarm
-from tests.kit.swarm import average, same_bits, trainers
+from tests.kit.swarm import average, same_bits, trainers, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,10 +66,8 @@ async def test_many_rounds_that_fail_leave_no_trace(swarm: LocalSwarm) -> None:
         def settled() -> bool:
             return all(now <= then + 3 for then, now in zip(before, weight(), strict=True))
 
-        ends = time.monotonic() + 30.0  # the tasks of the last rounds end within their deadlines
-        while not settled() and time.monotonic() < ends:
-            await asyncio.sleep(0.05)
-        assert settled(), (before, weight())
+        # The tasks of the last rounds end within their deadlines.
+        await until(settled, timeout_s=30.0, what=f"{before}, before: {weight()}")
         # Each has waited for the other in vain for so long that it does not at first.
         for _ in range(5):
             results = await average(swarm, sessions)

@@ -265,6 +265,31 @@ def test_killing_ends_the_children_of_a_child_too(tmp_path: Path, ending: str) -
     assert child.code == (3 if "exit" in ending else -signal.SIGKILL)
 
 
+def test_a_signal_during_a_start_is_answered_when_the_child_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    children, begin = Children(tmp_path), subprocess.Popen
+
+    def born(*args: Any, **options: Any) -> Any:
+        process = begin(*args, **options)
+        signal.raise_signal(signal.SIGTERM)  # here an exception would leave nobody who knows it
+        return process
+
+    old = signal.signal(signal.SIGTERM, leave)
+    try:
+        monkeypatch.setattr(subprocess, "Popen", born)
+        with pytest.raises(SystemExit) as ended:
+            children.start("it", ["-c", "import time; time.sleep(60)"], tmp_path / "log")
+    finally:
+        assert signal.signal(signal.SIGTERM, old) is leave
+        children.kill_all()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [child.code for child in children.started] == [-signal.SIGKILL]
+
+
 def test_a_child_that_ends_by_itself_is_noticed(tmp_path: Path) -> None:
     children = Children(tmp_path)
     code = "import sys; print('the reason'); sys.exit(70)"
