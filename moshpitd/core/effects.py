@@ -53,6 +53,20 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenEdges:
+    """An exchange with neighbours begins: the messages of the members `sources` go to slots 0, 1 ..
+    of the trainer's bucket, ours goes to `targets`, and what our messages before add up to, as raw
+    values, to `in_full` of them. Answer `EdgesCoded`, and `EdgeArrived` as parts come."""
+
+    group: Group
+    index: int
+    trainer: str
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    in_full: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """Encode our contribution to `parts` (or send the stored results) and stream them to member
     `to`."""
@@ -257,6 +271,7 @@ Effect: TypeAlias = (
     | Announce
     | LookUp
     | Open
+    | OpenEdges
     | Push
     | Average
     | Bar

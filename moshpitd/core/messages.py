@@ -305,6 +305,31 @@ class Audited:
     wrong: tuple[int, ...] = field(default=(), metadata={"max": 65536})
 
 
+# -- an exchange with neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """My message to you in this round is my `sequence`th; `mass` is its push-sum weight. With
+    `full`, what the messages before it add up to comes as well."""
+
+    group_id: bytes
+    sequence: int
+    mass: float
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """I hold your message whole (or, as a giver, know that you hold mine): our edge counts, if you
+    say so too. `counts` false: it does not, for either of us. `ask`: tell me what you said."""
+
+    group_id: bytes
+    counts: bool
+    ask: bool = False
+    answer: bool = False
+
+
 # -- snapshots
 
 
@@ -402,6 +427,8 @@ Message: TypeAlias = (
     | Crcs
     | Audit
     | Audited
+    | Letter
+    | Counts
 )
 
 # The position is the kind on the wire: append only.
@@ -433,4 +460,6 @@ MESSAGES: tuple[type, ...] = (
     Crcs,
     Audit,
     Audited,
+    Letter,
+    Counts,
 )

@@ -28,6 +28,7 @@ from moshpitd.core.messages import (
     Audit,
     Audited,
     Begin,
+    Counts,
     Crcs,
     Declined,
     DigestQuery,
@@ -38,6 +39,7 @@ from moshpitd.core.messages import (
     Join,
     Later,
     Leave,
+    Letter,
     Lineage,
     Message,
     Missing,
@@ -67,7 +69,7 @@ from moshpitd.core.work import QUESTIONS, Conductor, Work
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
 OF_A_ROUND = (
     NotMember, Without, NoResult, Parity, Missing, TakeOver, Promise, Again, Resend, Crcs,
-    Audit, Audited,
+    Audit, Audited, Letter, Counts,
 )  # fmt: skip
 EARLY = 128
 """Messages of rounds whose Begin is still on its way; a group of 16 says fewer before anybody's."""
@@ -239,6 +241,8 @@ class Peer:
                 self.asking.left_late(work.round, sender, message, now)
         elif isinstance(message, Begin):
             self.asking.begun(sender, message.group, now)
+        elif (answer := self.conductor.verdicts.answer(sender, message)) is not None:
+            self.state.effects += answer
         elif isinstance(message, OF_A_ROUND):
             for ended in self.conductor.lingering:
                 if ended.st.group_id == message.group_id:
@@ -309,11 +313,14 @@ class Peer:
                 | ev.Barred()
                 | ev.AuditArrived()
                 | ev.Checked()
+                | ev.EdgesCoded()
+                | ev.EdgeArrived()
+                | ev.EdgeRefused()
             ):
                 if current is not None and event.group_id == current.group.group_id:
-                    if isinstance(event, ev.PartRefused) and 0 <= event.sender < len(
-                        current.group.members
-                    ):
+                    if isinstance(
+                        event, (ev.PartRefused, ev.EdgeRefused)
+                    ) and 0 <= event.sender < len(current.group.members):
                         self.state.strike(
                             current.group.members[event.sender].peer_id, event.reason, now
                         )
