@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from moshpitd.client.flight import Flight
+from moshpitd.client.neighbours import DaemonNeighbours
 from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
-from moshpitd.client.primitives import EXACT, Coding, Mean, Tensors
+from moshpitd.client.primitives import EXACT, Coding, Mean, Meetings, Tensors
 from moshpitd.client.result import Result
 from moshpitd.client.session import Session
 from moshpitd.client.sources import source_of
@@ -59,6 +60,31 @@ class SwarmOfDaemons:
         self.session = session
         self.bytes_sent = 0
         """Of all finished rounds, as the daemon counted them."""
+
+    def neighbours(
+        self, name: str, *, like: Tensors, topology: str, coding: Coding = EXACT
+    ) -> DaemonNeighbours:
+        if coding.feedback or coding.back != coding.codec:
+            raise ConfigError(
+                f"{name}: an exchange with neighbours has no error feedback and nothing comes back",
+                key="codec",
+                expected="a codec alone; algorithms on differences keep what it rounds away",
+            )
+        return DaemonNeighbours(
+            f"{self.session.run}.{name}.{topology}",
+            socket=self.session.socket,
+            like=like,
+            topology=topology,
+            coding=coding,
+            timeout_s=self._options.get("timeout_s", 60.0),
+        )
+
+    def meetings(self, name: str, *, like: Tensors, topology: str) -> Meetings:
+        raise ConfigError(
+            f"{name} needs meetings in pairs, which daemons do not offer yet",
+            key="algorithm",
+            expected="gossip, which meets in pairs round by round",
+        )
 
     def averages(self, name: str, *, like: Tensors, coding: Coding = EXACT) -> DaemonAverage:
         here = ""

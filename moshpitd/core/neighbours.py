@@ -114,9 +114,9 @@ class Neighbours:
             gives, gets = rows[index].get(self.index, 0.0), mine.get(index, 0.0)
             if index == self.index or not (gives or gets):
                 continue
-            self.lines[member.peer_id] = Line(
-                index, member.peer_id, gives, gets, slots if gets else -1, now, now, now
-            )
+            line = Line(index, member.peer_id, gives, gets, slots if gets else -1, now, now, now)
+            line.values = line.full = not self.part_sizes  # tensors without elements
+            self.lines[member.peer_id] = line
             slots += bool(gets)
 
     # -- what drives it
