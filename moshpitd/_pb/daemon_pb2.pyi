@@ -17,7 +17,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback", "topology", "full")
+    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback", "topology", "full", "pairs")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class AttachRequest(_message.Message):
     NO_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     run: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
@@ -40,7 +41,8 @@ class AttachRequest(_message.Message):
     no_feedback: bool
     topology: str
     full: bool
-    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ..., topology: _Optional[str] = ..., full: bool = ...) -> None: ...
+    pairs: bool
+    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ..., topology: _Optional[str] = ..., full: bool = ..., pairs: bool = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec", "slots")
@@ -133,6 +135,18 @@ class ExchangeRequest(_message.Message):
     knows: _containers.RepeatedScalarFieldContainer[str]
     timeout_s: float
     def __init__(self, trainer: _Optional[str] = ..., generation: _Optional[int] = ..., sequence: _Optional[int] = ..., mass: _Optional[float] = ..., full: bool = ..., knows: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("trainer", "generation", "action", "timeout_s")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    generation: int
+    action: str
+    timeout_s: float
+    def __init__(self, trainer: _Optional[str] = ..., generation: _Optional[int] = ..., action: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Heard(_message.Message):
     __slots__ = ("peer_id", "share", "mass", "sequence", "full", "slot")

@@ -103,6 +103,10 @@ class Bucket:
                 else:
                     own.add_(moved)
 
+    @property
+    def generation(self) -> int:
+        return self._generation
+
     def _write(self, generation: int) -> None:
         self._generation = generation
         GENERATION.pack_into(self._map, GENERATION_AT, generation)

@@ -96,14 +96,16 @@ class Session:
         feedback: bool = True,
         topology: str = "",
         full: bool = False,
+        pairs: bool = False,
     ) -> None:
         """As `attach`; `codec` is for this run only, `feedback` is what goes with it. `topology`
-        and `full` are of a `NeighbourSession`."""
+        and what follows are of a `NeighbourSession` or a `PairSession`."""
         if not run:
             raise refusal("bad_run", "run is empty, expected the name of a training job")
         self.run = run
         self._source = source
-        self._codec, self._feedback, self._topology, self._full = codec, feedback, topology, full
+        self._codec, self._feedback, self._topology = codec, feedback, topology
+        self._full, self._pairs = full, pairs
         self._specs = specs_of(source())
         if not self._specs:
             raise refusal("no_tensors", f"run {run!r}: no tensors to average")
@@ -470,6 +472,7 @@ class Session:
             no_feedback=not self._feedback,
             topology=self._topology,
             full=self._full,
+            pairs=self._pairs,
         )
         reply = self._calls.attach(request, self._timeout_s)
         if reply.part_bytes != self._layout.part_bytes:

@@ -67,6 +67,37 @@ class OpenEdges:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenPair:
+    """Two peers take the mean of their parameters: expect what `peer` sends as `nonce`, whole.
+
+    Active: it is a difference; add it to our values, once for a nonce, then answer `PairArrived`.
+    Else it is the peer's values: stage them and answer `PairArrived`. Or `PairFailed`. `dialled`:
+    we can be."""
+
+    nonce: bytes
+    peer: str
+    addresses: tuple[str, ...]
+    trainer: str
+    active: bool
+    dialled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PushPair:
+    """Active: send our values. Else put the mean in the place of ours, unless that was done, and
+    send what the peer has to add."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePair:
+    """Forget what is staged or kept for this meeting; nothing of it is applied any more."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """Encode our contribution to `parts` (or send the stored results) and stream them to member
     `to`."""
@@ -272,6 +303,9 @@ Effect: TypeAlias = (
     | LookUp
     | Open
     | OpenEdges
+    | OpenPair
+    | PushPair
+    | ClosePair
     | Push
     | Average
     | Bar

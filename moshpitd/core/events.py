@@ -72,6 +72,38 @@ class Contributed:
 
 
 @dataclass(frozen=True, slots=True)
+class ValuesKept:
+    """A trainer's parameters are with the data plane, where others may meet them."""
+
+    trainer: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeetAsked:
+    """A trainer wants its parameters to meet those of one neighbour."""
+
+    trainer: str
+    token: str
+    topology: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PairArrived:
+    """What the other one of a pair sent is here, whole. As the active one: and is applied."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PairFailed:
+    """What it sent cannot be used, and nothing is applied."""
+
+    nonce: bytes
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
 class ContributionRefused:
     """The local API refused a trainer's contribution (not finite, bad weight): nobody should wait
     for this peer now."""
@@ -339,6 +371,10 @@ Event: TypeAlias = (
     | TrainerGone
     | Synced
     | Contributed
+    | ValuesKept
+    | MeetAsked
+    | PairArrived
+    | PairFailed
     | ContributionRefused
     | Cancelled
     | Received

@@ -330,6 +330,28 @@ class Counts:
     answer: bool = False
 
 
+# -- meetings in pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """My trainer is ready: may our parameters meet? Again: you may have taken my values under this
+    nonce, and I have no answer."""
+
+    nonce: bytes
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PairAnswer:
+    """Ready: send your values. Done: I had them, here is your difference. Neither: no, and nothing
+    of this nonce was or will be applied here."""
+
+    nonce: bytes
+    ready: bool = False
+    done: bool = False
+
+
 # -- snapshots
 
 
@@ -429,6 +451,8 @@ Message: TypeAlias = (
     | Audited
     | Letter
     | Counts
+    | Pair
+    | PairAnswer
 )
 
 # The position is the kind on the wire: append only.
@@ -462,4 +486,6 @@ MESSAGES: tuple[type, ...] = (
     Audited,
     Letter,
     Counts,
+    Pair,
+    PairAnswer,
 )

@@ -130,7 +130,7 @@ class Servicer(services.DaemonServicer):
         run = self._node.run(request.run, request.codec, feedback=not request.no_feedback)
         attachment = Attachment(
             specs, request.version, request.founder, request.founder_digest,
-            request.client[:200], request.topology, request.full,
+            request.client[:200], request.topology, request.full, request.pairs,
         )  # fmt: skip
         trainer = await run.attach(attachment)
         assert run.layout is not None
@@ -192,6 +192,11 @@ class Servicer(services.DaemonServicer):
     async def Exchange(self, request: Any, context: Any) -> None:
         run = self._node.run_of(request.trainer)
         await _stream(run.exchange(request.trainer, request), context)
+
+    @_refusing
+    async def Meet(self, request: Any, context: Any) -> None:
+        run = self._node.run_of(request.trainer)
+        await _stream(run.meet(request.trainer, request), context)
 
     @_refusing
     async def PutState(self, request: Any, context: Any) -> Any:

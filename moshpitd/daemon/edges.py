@@ -13,19 +13,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
 
-from moshpitd.core.effects import OpenEdges
+from moshpitd.core.effects import Close, ClosePair, Effect, OpenEdges, OpenPair, PushPair
 from moshpitd.core.events import EdgeArrived, EdgeRefused, EdgesCoded, Event
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.buffers import Bucket
-from moshpitd.daemon.intake import Intake
 from moshpitd.daemon.ongoing import Ongoing, run_hash
-from moshpitd.daemon.pacing import ROUND_PRIORITY, Frame, Pacer, Skipped
-from moshpitd.daemon.pulse import Pulse
+from moshpitd.daemon.pacing import ROUND_PRIORITY, Frame, Skipped
+from moshpitd.daemon.pairing import PairPlane
+from moshpitd.daemon.plane import Plane
 from moshpitd.daemon.shared import seed_of
 from moshpitd.errors import ConfigError, MoshpitError
 from moshpitd.net.frames import FrameKind, Header
@@ -41,29 +39,6 @@ FULL = 1
 """In a frame's flags: a part of what the messages before add up to, and not of the message."""
 
 
-class LinkTo(Protocol):
-    """Have a link to a member: the exchange's own."""
-
-    def __call__(
-        self, run: Ongoing, peer_id: str, addresses: tuple[str, ...], *, dials: bool
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """What the node's exchange has and this needs. `post` and `drop` may be called from any
-    thread; `submit` runs a task in a pool."""
-
-    intake: Intake
-    pacer: Pacer
-    pulse: Pulse
-    link: LinkTo
-    submit: Callable[[Callable[[], None]], None]
-    post: Callable[[str, Event], None]
-    drop: Callable[[str], None]
-    timed: Callable[[str, str, float], None]
-
-
 class EdgePlane:
     """Invariant: an id is in `open` from its OpenEdges to its Close. Called on the daemon's loop,
     `end` excepted."""
@@ -71,8 +46,22 @@ class EdgePlane:
     def __init__(self, plane: Plane, peer_id: str) -> None:
         self._plane, self._peer_id = plane, peer_id
         self._open: dict[bytes, Edges] = {}
+        self.pairs = PairPlane(plane, peer_id)
 
-    def begin(self, run: Ongoing, effect: OpenEdges) -> None:
+    def handle(self, run: Ongoing, effect: Effect) -> bool:
+        """Carry out what is ours; False for what is not."""
+        match effect:
+            case OpenEdges():
+                self._begin(run, effect)
+            case Close():
+                return self._close(effect.group_id)
+            case OpenPair() | PushPair() | ClosePair():
+                self.pairs.handle(run, effect)
+            case _:
+                return False
+        return True
+
+    def _begin(self, run: Ongoing, effect: OpenEdges) -> None:
         plane, group = self._plane, effect.group
         bucket = run.buckets.get(effect.trainer)
         blocks = None if bucket is None else bucket.blocks
@@ -102,7 +91,7 @@ class EdgePlane:
             plane.pacer.put(members[index].peer_id, group.group_id, frames, priority=ROUND_PRIORITY)
         plane.submit(edges.encode_all)
 
-    def close(self, group_id: bytes) -> bool:
+    def _close(self, group_id: bytes) -> bool:
         """Whether it was one of ours. Nothing is written to the bucket afterwards."""
         edges = self._open.pop(group_id, None)
         if edges is None:
@@ -116,7 +105,8 @@ class EdgePlane:
     def end(self, run: str) -> None:
         """The run is over."""
         for group_id in [one for one, edges in self._open.items() if edges.run == run]:
-            self.close(group_id)
+            self._close(group_id)
+        self.pairs.end(run)
 
 
 class Edges:

@@ -33,7 +33,6 @@ from moshpitd.core.effects import (
     LoadSnapshot,
     Open,
     OpenAudit,
-    OpenEdges,
     Push,
     PushAudit,
     PushSnapshot,
@@ -44,7 +43,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.soundness import MAX_NORM
 from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
-from moshpitd.daemon.edges import EdgePlane, Plane
+from moshpitd.daemon.edges import EdgePlane
 from moshpitd.daemon.intake import Intake
 from moshpitd.daemon.ongoing import Ongoing, run_hash
 from moshpitd.daemon.pacing import (
@@ -55,6 +54,7 @@ from moshpitd.daemon.pacing import (
     Skipped,
     link,
 )
+from moshpitd.daemon.plane import Plane
 from moshpitd.daemon.pulse import Pulse
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.errors import ConfigError, LocalProtocolError
@@ -93,7 +93,7 @@ class Exchange:
         self._links: Links | None = None
         self._pacer: Pacer | None = None
         self._pulse: Pulse | None = None
-        self._edges: EdgePlane | None = None
+        self.edges: EdgePlane | None = None  # exchanges with neighbours, meetings
         self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._scratch = Scratch()
@@ -108,9 +108,9 @@ class Exchange:
         self._pulse = Pulse(links, lambda run, heard: self._post(run, Listened(heard)))
         plane = Plane(
             self._intake, self._pacer, self._pulse, self._link,
-            partial(self._submit, self._averaging), self._post, self._drop, self._timed,
+            partial(self._submit, self._averaging), self._post, self._drop, self._timed, self._run,
         )  # fmt: skip
-        self._edges = EdgePlane(plane, self.peer_id)
+        self.edges = EdgePlane(plane, self.peer_id)
 
     def close(self) -> None:
         """End everything and join our threads.
@@ -154,8 +154,8 @@ class Exchange:
     def remove_run(self, name: str) -> None:
         """Close its rounds and transfers, remove its buckets."""
         run = self._run(name)
-        if self._edges is not None:
-            self._edges.end(name)
+        if self.edges is not None:
+            self.edges.end(name)
         for group_id in list(run.rounds):
             self._close(run, group_id)
         for nonce in run.snapshots.nonces():
@@ -252,12 +252,11 @@ class Exchange:
     def handle(self, name: str, effect: Effect) -> None:
         """Carry out an effect of the data plane; LocalProtocolError for any other."""
         run = self._run(name)
+        if self.edges is not None and self.edges.handle(run, effect):
+            return
         match effect:
             case Open():
                 self._open(run, effect)
-            case OpenEdges():
-                if self._edges is not None:
-                    self._edges.begin(run, effect)
             case Push() | HandOver() | PushAudit():
                 self._push(run, effect)
             case Average():
@@ -272,8 +271,6 @@ class Exchange:
                 current = run.rounds.get(effect.group_id)
                 if current is not None:
                     self._submit(self._averaging, partial(current.check, effect.part))
-            case Close() if self._edges is not None and self._edges.close(effect.group_id):
-                pass
             case Close():
                 self._close(run, effect.group_id, kept=effect.kept, without=effect.without)
             case FetchSnapshot():

@@ -26,15 +26,18 @@ from moshpitd.core.events import (
     ContributionRefused,
     Drained,
     Event,
+    MeetAsked,
     StateStored,
     Synced,
     TrainerGone,
+    ValuesKept,
 )
 from moshpitd.core.handover import dependants
 from moshpitd.core.neighbours import most_neighbours
-from moshpitd.core.outcome import Outcome
+from moshpitd.core.outcome import Outcome, Status
 from moshpitd.daemon.buffers import Bucket, create_bucket
 from moshpitd.daemon.driver import Driver
+from moshpitd.daemon.edges import EdgePlane
 from moshpitd.daemon.history import History, RoundLine
 from moshpitd.daemon.logs import log_event
 from moshpitd.daemon.trainers import (
@@ -64,6 +67,8 @@ FLUSH_S = 5.0
 
 class Store(Protocol):
     """What a run needs of the exchange. The three marked calls block and run in a thread."""
+
+    edges: EdgePlane | None
 
     def add_run(
         self, name: str, layout: Layout, codec: str, *, feedback: bool | None = None
@@ -212,7 +217,8 @@ class Run:
         """The room that an exchange with neighbours needs beside the message."""
         if not attachment.topology:
             return None
-        slots = most_neighbours(attachment.topology, self.driver.peer.params.max_group)
+        max_group = self.driver.peer.params.max_group
+        slots = 1 if attachment.pairs else most_neighbours(attachment.topology, max_group)
         return Blocks(layout.nbytes, slots, attachment.full)
 
     def _settle_layout(self, layout: Layout) -> None:
@@ -288,9 +294,7 @@ class Run:
 
     async def exchange(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
         """Exchange with the neighbours. Yields progress, then the end, whose outcome has a row."""
-        topology = self.trainer(name).attachment.topology
-        if not topology:
-            raise refusal("no_topology", f"trainer {name} attached without a topology")
+        topology = self._topology(name, pairs=False)
         mix, timeout_s = checked_mix(request, topology), checked_timeout(request.timeout_s)
         trainer = self._begin(name, request.generation)
         try:
@@ -302,6 +306,38 @@ class Run:
                     yield step
         finally:
             self._end(trainer)
+
+    async def meet(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
+        """Leave parameters here, add to them, or have them meet a neighbour's."""
+        topology, timeout_s = self._topology(name, pairs=True), checked_timeout(request.timeout_s)
+        trainer, edges = self._begin(name, request.generation), self._ground.exchange.edges
+        in_thread = self._ground.in_thread
+        assert edges is not None  # while the node lives
+        try:
+            if request.action == "meet":
+                event = MeetAsked(name, trainer.token, topology, timeout_s)
+                async with aclosing(self._watch(trainer, event)) as steps:
+                    async for step in steps:
+                        yield step
+                return
+            await self._check_finite(trainer)
+            if request.action == "start":
+                await self._introduce(trainer)
+                await in_thread(edges.pairs.start, self.name, name)
+                self.driver.handle(ValuesKept(name))
+            elif not await in_thread(edges.pairs.add, self.name, name):
+                raise refusal("no_topology", f"trainer {name} has left no parameters here yet")
+            yield Ended(Outcome(Status.COMPLETE), self.driver.peer.lineage, 0, 0, False)
+        finally:
+            self._end(trainer)
+
+    def _topology(self, name: str, *, pairs: bool) -> str:
+        """Of a trainer that attached for exchanges, or for meetings."""
+        attachment = self.trainer(name).attachment
+        if not attachment.topology or attachment.pairs is not pairs:
+            what = "meetings" if pairs else "exchanges"
+            raise refusal("no_topology", f"trainer {name} did not attach for {what} on a topology")
+        return attachment.topology
 
     async def put_state(self, name: str, state: bytes) -> None:
         self.trainer(name)

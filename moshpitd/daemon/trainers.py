@@ -43,6 +43,7 @@ class Attachment:
     client: str = ""
     topology: str = ""  # it exchanges with neighbours, instead of averaging
     full: bool = False
+    pairs: bool = False  # its parameters lie here and meet others
 
     def check(self) -> None:
         if self.topology and self.topology not in NAMES:
