@@ -211,7 +211,7 @@ class Half:
         except RemoteProtocolError:
             sound = False
         with self._changed:
-            if self._closed:
+            if self._over():
                 return
             if not sound:
                 self._closed = True
@@ -224,6 +224,10 @@ class Half:
             if self.active:
                 self._values.add_once(self.nonce, self._staged)
             self._plane.post(self.run, PairArrived(self.nonce))
+
+    def _over(self) -> bool:
+        """A method, because it may have changed since it was looked at last."""
+        return self._closed
 
     def _frames(self, values: Tensor) -> Iterator[Frame]:
         for part in self._layout.parts:

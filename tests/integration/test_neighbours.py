@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,10 @@ class Trained:
     rows: list[Exchanged] = field(default_factory=list)
     masses: list[float] = field(default_factory=list)
 
+    def met(self) -> int:
+        """In how many steps it took messages."""
+        return sum(1 for row in self.rows if row.messages)
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def daemons() -> AsyncIterator[Daemons]:
@@ -76,10 +82,13 @@ async def daemons() -> AsyncIterator[Daemons]:
                 )
                 yield Daemons(swarm, fourth)
             finally:
-                await swarm.call(fourth.kill)
+                await swarm.call(fourth.end)
 
 
-def train(daemons: Daemons, name: str, peer: int, width: int, steps: int, into: Trained) -> None:
+def train(
+    daemons: Daemons, name: str, peer: int, width: int, into: Trained, go_on: Callable[[int], bool]
+) -> None:
+    """While `go_on(steps so far)`."""
     problem = Quadratics.random(torch.Generator().manual_seed(0), workers=PEERS, numel=width)
     a, b = problem.a[peer].float(), problem.b[peer].float()
     x = nn.Parameter(torch.full((width,), float(peer)))
@@ -87,15 +96,24 @@ def train(daemons: Daemons, name: str, peer: int, width: int, steps: int, into: 
         into.peer_id = session.peer_id
         swarm = SwarmOfDaemons(session, timeout_s=20)
         optimizer: Any = by_name(name, [x], swarm, **ALGORITHMS[name])
-        for _ in range(steps):
+        while go_on(len(into.rows)):
             x.grad = a * (x.detach() - b)
             into.xs.append(x.detach().clone())
             into.gradients.append(x.grad)
             optimizer.step()
-            into.rows.append(optimizer.last)
             into.masses.append(getattr(optimizer, "mass", 1.0))
+            into.rows.append(optimizer.last)
         into.xs.append(x.detach().clone())
         optimizer.close()
+
+
+def within(count: int) -> Callable[[int], bool]:
+    return lambda steps: steps < count
+
+
+def before(ends_at: dict[str, int], name: str, steps: int) -> bool:
+    """Until it is said when to end, and then that."""
+    return steps < ends_at.get(name, 10_000)
 
 
 def edges(trained: list[Trained]) -> dict[tuple[str, int, str, int], float]:
@@ -112,7 +130,7 @@ async def test_the_mean_moves_by_the_gradients_alone(daemons: Daemons) -> None:
     trained, lr = [Trained() for _ in range(PEERS)], ALGORITHMS["d-psgd"]["lr"]
     await asyncio.gather(
         *(
-            daemons.swarm.call(train, daemons, "d-psgd", peer, 300, 6, trained[peer])
+            daemons.swarm.call(train, daemons, "d-psgd", peer, 300, trained[peer], within(6))
             for peer in range(PEERS)
         )
     )
@@ -133,31 +151,76 @@ async def test_the_mean_moves_by_the_gradients_alone(daemons: Daemons) -> None:
         assert last.unheard == ()
 
 
+async def test_pairs_that_meet_at_any_time_keep_the_sum(daemons: Daemons) -> None:
+    """AD-PSGD: nobody waits for a round, and the sum over peers moves by the gradients alone."""
+    lr, width, steps = 0.05, 3000, 12
+    problem = Quadratics.random(torch.Generator().manual_seed(0), workers=PEERS, numel=width)
+    together = threading.Barrier(PEERS)
+
+    def meet(peer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        x = nn.Parameter(torch.full((width,), float(peer)))
+        with attach("ad-psgd", tensors=[x], socket=daemons.socket(peer)) as session:
+            swarm = SwarmOfDaemons(session, timeout_s=20)
+            optimizer: Any = by_name("ad-psgd", [x], swarm, lr=lr)
+            # Attaching has brought all to one peer's start.
+            start, moved, met = x.detach().clone(), torch.zeros(width, dtype=torch.float64), 0
+            optimizer.start()
+            together.wait(30)
+            for _ in range(steps):
+                x.grad = problem.grad(peer, x.detach().double()).float()
+                moved += x.grad.double()
+                optimizer.step()
+                met += bool(optimizer.met)
+            together.wait(30)  # nobody meets any more: what lies there is what it came to
+            nothing = {name: 0 * value for name, value in optimizer.parameters().items()}
+            (final,) = optimizer._meetings.add(nothing).values()
+            optimizer.close()
+        return start.double() - lr * moved, final.double(), met
+
+    ends = await asyncio.gather(*(daemons.swarm.call(meet, peer) for peer in range(PEERS)))
+    by_gradients, values = (torch.stack([end[i] for end in ends]) for i in (0, 1))
+    torch.testing.assert_close(values.mean(0), by_gradients.mean(0), rtol=1e-5, atol=1e-5)
+    assert sum(met for _, _, met in ends) >= steps, "two are active, and meet nearly always"
+    assert [met for _, _, met in ends].count(0) == 2, "and two only answer"
+    apart = (values - values.mean(0)).norm() / (by_gradients - by_gradients.mean(0)).norm()
+    assert apart < 0.5
+
+
 async def test_a_neighbour_that_is_killed_costs_its_edges_and_nothing_else(
     daemons: Daemons,
 ) -> None:
-    width, steps, killed_after = 400_000, 12, 4
+    width, more = 400_000, 5
     found = {name: [Trained() for _ in range(PEERS)] for name in ALGORITHMS}
+    ends_at: dict[str, int] = {}
     training = asyncio.gather(
         *(
-            daemons.swarm.call(train, daemons, name, peer, width, steps, found[name][peer])
+            daemons.swarm.call(
+                train,
+                daemons,
+                name,
+                peer,
+                width,
+                found[name][peer],
+                partial(before, ends_at, name),
+            )
             for name, peer in itertools.product(ALGORITHMS, range(PEERS))
         )
     )
     victims = [each[-1] for each in found.values()]
     await until(
-        lambda: all(len(one.rows) >= killed_after for one in victims) or training.done(),
+        lambda: training.done() or all(one.met() >= 3 for one in victims),
         timeout_s=30,
-        what="everybody trains",
+        what="the fourth has met its neighbours three times with each algorithm",
     )
     await daemons.swarm.call(daemons.fourth.kill)
+    for name, trained in found.items():
+        ends_at[name] = max(len(one.rows) for one in trained[:-1]) + more
     await training
 
     for name, trained in found.items():
         living, victim = trained[:-1], trained[-1].peer_id
         ids = {one.peer_id for one in living}
         taken = edges(living)
-        assert all(len(one.rows) == steps for one in living)
         assert any(giver == victim for _, _, giver, _ in taken), f"{name}: it was never there"
         if name != "sgp":  # undirected: rows of one, and every edge at both ends or at none
             for one in living:
@@ -175,7 +238,7 @@ async def test_a_neighbour_that_is_killed_costs_its_edges_and_nothing_else(
                 if victim in row.unheard or any(m.peer == victim for m in row.messages)
             )
             for one in living:
-                for step in range(last + 1, steps):
+                for step in range(last + 1, len(one.rows)):
                     given = sum(
                         share
                         for (_, _, giver, sent), share in taken.items()
