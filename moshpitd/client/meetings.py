@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -66,13 +67,21 @@ class DaemonMeetings:
     """Invariant: `_x` is what this trainer's parameters were after its last update."""
 
     def __init__(
-        self, run: str, *, socket: str, like: Tensors, topology: str, timeout_s: float
+        self,
+        run: str,
+        *,
+        socket: str,
+        like: Tensors,
+        topology: str,
+        timeout_s: float,
+        sent: Callable[[int], None],
     ) -> None:
+        """`sent(bytes)` is called after every meeting that this trainer began."""
         self._timeout_s, self._run = timeout_s, run
         self._turn = threading.Lock()
         self._x: dict[str, Tensor] = {}
         self._life = ""  # of the attachment whose daemon holds our parameters
-        self.bytes_sent = 0
+        self._sent = sent
         self._session = PairSession(
             run,
             source_of(None, {name: torch.zeros_like(value) for name, value in like.items()}),
@@ -106,7 +115,7 @@ class DaemonMeetings:
             found = self._call("meet", None) if self._present() else None
             if found is None:
                 return ""
-            self.bytes_sent += found[0].bytes_sent
+            self._sent(found[0].bytes_sent)
             met = found[0].status == "complete"
             return found[0].contributors[0] if met and found[0].contributors else ""
 

@@ -79,6 +79,7 @@ class SwarmOfDaemons:
             topology=topology,
             coding=coding,
             timeout_s=self._options.get("timeout_s", 60.0),
+            sent=self._count,
         )
 
     def meetings(self, name: str, *, like: Tensors, topology: str) -> DaemonMeetings:
@@ -88,7 +89,11 @@ class SwarmOfDaemons:
             like=like,
             topology=topology,
             timeout_s=self._options.get("timeout_s", 60.0),
+            sent=self._count,
         )
+
+    def _count(self, nbytes: int) -> None:
+        self.bytes_sent += nbytes
 
     def averages(self, name: str, *, like: Tensors, coding: Coding = EXACT) -> DaemonAverage:
         here = ""
