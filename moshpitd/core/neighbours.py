@@ -65,6 +65,7 @@ class Line:
     ours: bool = False  # we have said that it counts
     theirs: bool = False
     doubted: bool = False  # we stood still: only an answer to a question of ours is believed
+    failed: bool = False  # a message to it could not be delivered, once
     unheard: int = 0
     dropped: Reason | None = None
 
@@ -191,9 +192,15 @@ class Neighbours:
     def lost(self, peer_id: str, reason: Reason, now: float) -> None:
         """A control message could not be delivered, or the peer said goodbye."""
         line = self.lines.get(peer_id)
-        if self.finished is None and line is not None and not line.settled:
-            self._drop(line, reason)
-            self._settle(now)
+        if self.finished is not None or line is None or line.settled:
+            return
+        if line.ours and reason is Reason.UNREACHABLE and not line.failed:
+            # On a busy machine a message may be late and not lost; what we have said may count
+            # there. One more try, `answer_timeout_s` later.
+            line.failed, line.asked_at = True, now
+            return
+        self._drop(line, reason)
+        self._settle(now)
 
     def tick(self, now: float) -> None:
         if self.finished is not None:

@@ -11,7 +11,7 @@ from moshpitd.core.effects import OpenEdges, Send
 from moshpitd.core.events import EdgeArrived, EdgesCoded, LinkLost, Mix
 from moshpitd.core.messages import Group, Lineage, Member, Message, Shape
 from moshpitd.core.neighbours import Neighbours, Verdicts
-from moshpitd.core.outcome import Row
+from moshpitd.core.outcome import Reason, Row
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import Quiet
 
@@ -49,6 +49,7 @@ class World:
         self.names = [member.peer_id for member in self.group.members]
         self.verdicts = {name: Verdicts() for name in self.names}
         self.dead: set[str] = set()
+        self.doubted: set[tuple[str, str]] = set()
         self.machines: dict[str, Neighbours] = {}
         self.todo: list[tuple[str, ...] | tuple[object, ...]] = []
         # Frames of one pair keep their order, as those of one flow do.
@@ -129,7 +130,7 @@ class World:
         elif kind == "link":
             machine.handle(LinkLost(str(what)), self.now)
         elif kind == "undelivered":
-            machine.lost(str(what), LinkLost(str(what)).reason, self.now)
+            machine.lost(str(what), Reason.UNREACHABLE, self.now)
         else:
             sender, message = str(what), step[3]
             answer = self.verdicts[to].answer(sender, message)  # type: ignore[arg-type]
@@ -179,3 +180,6 @@ class World:
             self.todo.append(("undelivered", sender, to))
         elif self.rng.random() >= self.loss:
             self.todo.append(("message", to, sender, message))
+            if self.loss and (sender, to) not in self.doubted and self.rng.random() < 0.1:
+                self.doubted.add((sender, to))  # it was late, and passes for lost
+                self.todo.append(("undelivered", sender, to))
