@@ -17,7 +17,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback")
+    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback", "topology", "full", "pairs")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,9 @@ class AttachRequest(_message.Message):
     API_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     NO_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     run: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
@@ -36,10 +39,13 @@ class AttachRequest(_message.Message):
     api: int
     codec: str
     no_feedback: bool
-    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ...) -> None: ...
+    topology: str
+    full: bool
+    pairs: bool
+    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ..., topology: _Optional[str] = ..., full: bool = ..., pairs: bool = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec")
+    __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec", "slots")
     TRAINER_FIELD_NUMBER: _ClassVar[int]
     BUCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +55,7 @@ class AttachReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     trainer: str
     bucket_path: str
     bucket_bytes: int
@@ -58,7 +65,8 @@ class AttachReply(_message.Message):
     version: int
     joined: bool
     codec: str
-    def __init__(self, trainer: _Optional[str] = ..., bucket_path: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., data_offset: _Optional[int] = ..., part_bytes: _Optional[int] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., joined: bool = ..., codec: _Optional[str] = ...) -> None: ...
+    slots: int
+    def __init__(self, trainer: _Optional[str] = ..., bucket_path: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., data_offset: _Optional[int] = ..., part_bytes: _Optional[int] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., joined: bool = ..., codec: _Optional[str] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
     __slots__ = ("trainer",)
@@ -110,6 +118,62 @@ class AverageRequest(_message.Message):
     generation: int
     def __init__(self, trainer: _Optional[str] = ..., weight: _Optional[int] = ..., rounds: _Optional[int] = ..., min_participants: _Optional[int] = ..., on_partial: _Optional[str] = ..., timeout_s: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
 
+class ExchangeRequest(_message.Message):
+    __slots__ = ("trainer", "generation", "sequence", "mass", "full", "knows", "timeout_s")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MASS_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    generation: int
+    sequence: int
+    mass: float
+    full: bool
+    knows: _containers.RepeatedScalarFieldContainer[str]
+    timeout_s: float
+    def __init__(self, trainer: _Optional[str] = ..., generation: _Optional[int] = ..., sequence: _Optional[int] = ..., mass: _Optional[float] = ..., full: bool = ..., knows: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("trainer", "generation", "action", "timeout_s")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    generation: int
+    action: str
+    timeout_s: float
+    def __init__(self, trainer: _Optional[str] = ..., generation: _Optional[int] = ..., action: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class Heard(_message.Message):
+    __slots__ = ("peer_id", "share", "mass", "sequence", "full", "slot")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    MASS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    share: float
+    mass: float
+    sequence: int
+    full: bool
+    slot: int
+    def __init__(self, peer_id: _Optional[str] = ..., share: _Optional[float] = ..., mass: _Optional[float] = ..., sequence: _Optional[int] = ..., full: bool = ..., slot: _Optional[int] = ...) -> None: ...
+
+class Row(_message.Message):
+    __slots__ = ("own_share", "heard", "unheard")
+    OWN_SHARE_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
+    UNHEARD_FIELD_NUMBER: _ClassVar[int]
+    own_share: float
+    heard: _containers.RepeatedCompositeFieldContainer[Heard]
+    unheard: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, own_share: _Optional[float] = ..., heard: _Optional[_Iterable[_Union[Heard, _Mapping]]] = ..., unheard: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class RoundEvent(_message.Message):
     __slots__ = ("progress", "result")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -141,7 +205,7 @@ class Excluded(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("status", "reason", "detail", "accepted", "group_size", "participants", "contributors", "excluded", "parts", "parts_without_result", "rounds", "version", "founder", "founder_digest", "loaded_snapshot", "newcomer", "total_weight", "group_id", "seconds", "bytes_sent", "bytes_received", "delta")
+    __slots__ = ("status", "reason", "detail", "accepted", "group_size", "participants", "contributors", "excluded", "parts", "parts_without_result", "rounds", "version", "founder", "founder_digest", "loaded_snapshot", "newcomer", "total_weight", "group_id", "seconds", "bytes_sent", "bytes_received", "delta", "row")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +235,7 @@ class Result(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
     status: str
     reason: str
     detail: str
@@ -193,7 +258,8 @@ class Result(_message.Message):
     bytes_sent: int
     bytes_received: int
     delta: bool
-    def __init__(self, status: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., accepted: bool = ..., group_size: _Optional[int] = ..., participants: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[Excluded, _Mapping]]] = ..., parts: _Optional[int] = ..., parts_without_result: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., loaded_snapshot: bool = ..., newcomer: bool = ..., total_weight: _Optional[float] = ..., group_id: _Optional[bytes] = ..., seconds: _Optional[_Mapping[str, float]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., delta: bool = ...) -> None: ...
+    row: Row
+    def __init__(self, status: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., accepted: bool = ..., group_size: _Optional[int] = ..., participants: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[Excluded, _Mapping]]] = ..., parts: _Optional[int] = ..., parts_without_result: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., loaded_snapshot: bool = ..., newcomer: bool = ..., total_weight: _Optional[float] = ..., group_id: _Optional[bytes] = ..., seconds: _Optional[_Mapping[str, float]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., delta: bool = ..., row: _Optional[_Union[Row, _Mapping]] = ...) -> None: ...
 
 class PutStateRequest(_message.Message):
     __slots__ = ("trainer", "state")

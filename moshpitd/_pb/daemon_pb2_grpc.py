@@ -59,6 +59,16 @@ class DaemonStub(object):
                 request_serializer=moshpitd_dot_v1_dot_daemon__pb2.AverageRequest.SerializeToString,
                 response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.FromString,
                 _registered_method=True)
+        self.Exchange = channel.unary_stream(
+                '/moshpitd.v1.Daemon/Exchange',
+                request_serializer=moshpitd_dot_v1_dot_daemon__pb2.ExchangeRequest.SerializeToString,
+                response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.FromString,
+                _registered_method=True)
+        self.Meet = channel.unary_stream(
+                '/moshpitd.v1.Daemon/Meet',
+                request_serializer=moshpitd_dot_v1_dot_daemon__pb2.MeetRequest.SerializeToString,
+                response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.FromString,
+                _registered_method=True)
         self.PutState = channel.unary_unary(
                 '/moshpitd.v1.Daemon/PutState',
                 request_serializer=moshpitd_dot_v1_dot_daemon__pb2.PutStateRequest.SerializeToString,
@@ -129,6 +139,21 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Exchange(self, request, context):
+        """One exchange with the neighbours of a topology, for trainers that attached with one. Progress events, then
+        one `result` with a `row`; the neighbours' messages lie in the bucket's blocks (moshpitd/tensors/blocks.py).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Meet(self, request, context):
+        """Parameters that lie here and meet those of a neighbour (AD-PSGD), for trainers that attached with `pairs`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PutState(self, request, context):
         """Opaque trainer state (optimizer scalars, scheduler, step) that newcomers receive with a snapshot.
         """
@@ -192,6 +217,16 @@ def add_DaemonServicer_to_server(servicer, server):
             'Average': grpc.unary_stream_rpc_method_handler(
                     servicer.Average,
                     request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.AverageRequest.FromString,
+                    response_serializer=moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.SerializeToString,
+            ),
+            'Exchange': grpc.unary_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.ExchangeRequest.FromString,
+                    response_serializer=moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.SerializeToString,
+            ),
+            'Meet': grpc.unary_stream_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.MeetRequest.FromString,
                     response_serializer=moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.SerializeToString,
             ),
             'PutState': grpc.unary_unary_rpc_method_handler(
@@ -359,6 +394,60 @@ class Daemon(object):
             target,
             '/moshpitd.v1.Daemon/Average',
             moshpitd_dot_v1_dot_daemon__pb2.AverageRequest.SerializeToString,
+            moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moshpitd.v1.Daemon/Exchange',
+            moshpitd_dot_v1_dot_daemon__pb2.ExchangeRequest.SerializeToString,
+            moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moshpitd.v1.Daemon/Meet',
+            moshpitd_dot_v1_dot_daemon__pb2.MeetRequest.SerializeToString,
             moshpitd_dot_v1_dot_daemon__pb2.RoundEvent.FromString,
             options,
             channel_credentials,

@@ -36,8 +36,11 @@ class Bucket:
     client's hands off it, and the generation shows the daemon if anything else did not.
     """
 
-    def __init__(self, path: str, *, layout: Layout, data_offset: int, nbytes: int) -> None:
-        self.path, self.layout = path, layout
+    def __init__(
+        self, path: str, *, layout: Layout, data_offset: int, nbytes: int, slots: int = 0
+    ) -> None:
+        """`slots`: of an exchange with neighbours, whose blocks follow in `area`."""
+        self.path, self.layout, self.slots = path, layout, slots
         self._map = _mapped(path, nbytes)
         magic, api, generation = HEADER.unpack_from(self._map)
         need = data_offset + layout.nbytes
@@ -50,14 +53,19 @@ class Bucket:
             )
         self._generation: int = generation + generation % 2
         self.data = tensor_of(self._map, offset=data_offset, nbytes=layout.nbytes)
+        self.area = tensor_of(self._map, offset=data_offset, nbytes=nbytes - data_offset)
 
-    def fill(self, tensors: Sequence[Tensor]) -> int:
-        """Copy the trainer's tensors (spec order; any strides, any device) in; returns the even
-        generation."""
+    def fill(
+        self, tensors: Sequence[Tensor], *, beside: tuple[Sequence[Tensor], Tensor] | None = None
+    ) -> int:
+        """Copy the trainer's tensors (spec order; any strides, any device) in, and others `beside`
+        them to a block of their own; returns the even generation."""
         self._write(self._generation + 1)
         try:
             with torch.no_grad():
                 self.layout.gather(tensors, self.data)
+                if beside is not None:
+                    self.layout.gather(*beside)
         finally:
             # Also after an error: half-filled data is never sent, because no call carries this
             # number.
@@ -94,6 +102,10 @@ class Bucket:
                     own.logical_or_(moved)  # the maximum of two bools; torch has no + for them
                 else:
                     own.add_(moved)
+
+    @property
+    def generation(self) -> int:
+        return self._generation
 
     def _write(self, generation: int) -> None:
         self._generation = generation

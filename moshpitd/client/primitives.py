@@ -3,7 +3,7 @@ values and weights, and never a rank: who takes part is told with every answer.
 
 Three families, so that a swarm may offer some and not all (`require_...` says which is missing):
 the group average, the exchange with neighbours (in rounds, or pair by pair), a parameter store.
-`client.swarm` offers the first on real daemons, `testing.ArithmeticSwarm` all in one process.
+`client.swarm` offers the first two on real daemons, `testing.ArithmeticSwarm` all in one process.
 
 Every primitive is opened by a name that all trainers share (on daemons it is a run, `RUN.NAME`) and
 takes mappings name -> tensor of one set of names, shapes and dtypes for its whole life. Floating

@@ -21,6 +21,27 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """A neighbour's message: its entry of the mixing matrix, and its slot in the bucket."""
+
+    peer_id: str
+    share: float
+    mass: float
+    sequence: int
+    full: bool
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of an exchange with neighbours. What was not delivered is in `own_share`."""
+
+    own_share: float
+    heard: tuple[Heard, ...]
+    unheard: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """How `average()` or `sync()` ended. Invariant: the model was written to iff `applied`.
 
@@ -50,6 +71,7 @@ class Result:
     bytes_sent: int = 0
     bytes_received: int = 0
     delta: bool = False
+    row: Row | None = None
 
     @property
     def applied(self) -> bool:
@@ -100,7 +122,16 @@ def result_of(message: messages.Result) -> Result:
         bytes_sent=message.bytes_sent,
         bytes_received=message.bytes_received,
         delta=message.delta,
+        row=_row_of(message.row) if message.HasField("row") else None,
     )
+
+
+def _row_of(message: messages.Row) -> Row:
+    heard = [
+        Heard(one.peer_id, one.share, one.mass, one.sequence, one.full, one.slot)
+        for one in message.heard
+    ]
+    return Row(message.own_share, tuple(heard), tuple(message.unheard))
 
 
 def progress_of(message: messages.Progress) -> Progress:

@@ -94,13 +94,18 @@ class Session:
         timeout_s: float = 30.0,
         codec: str = "",
         feedback: bool = True,
+        topology: str = "",
+        full: bool = False,
+        pairs: bool = False,
     ) -> None:
-        """As `attach`; `codec` is for this run only, `feedback` is what goes with it."""
+        """As `attach`; `codec` is for this run only, `feedback` is what goes with it. `topology`
+        and what follows are of a `NeighbourSession` or a `PairSession`."""
         if not run:
             raise refusal("bad_run", "run is empty, expected the name of a training job")
         self.run = run
         self._source = source
-        self._codec, self._feedback = codec, feedback
+        self._codec, self._feedback, self._topology = codec, feedback, topology
+        self._full, self._pairs = full, pairs
         self._specs = specs_of(source())
         if not self._specs:
             raise refusal("no_tensors", f"run {run!r}: no tensors to average")
@@ -465,6 +470,9 @@ class Session:
             api=API,
             codec=self._codec,
             no_feedback=not self._feedback,
+            topology=self._topology,
+            full=self._full,
+            pairs=self._pairs,
         )
         reply = self._calls.attach(request, self._timeout_s)
         if reply.part_bytes != self._layout.part_bytes:
@@ -474,6 +482,7 @@ class Session:
             layout=self._layout,
             data_offset=reply.data_offset,
             nbytes=reply.bucket_bytes,
+            slots=reply.slots,
         )
         hold = self._calls.hold(reply.trainer)
         attachment = Attachment(

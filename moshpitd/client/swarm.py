@@ -15,8 +15,9 @@ Where an algorithm needs codes one way and the exact mean back (DIANA, MARINA), 
 here and what they decode to travels as float32: the right arithmetic, and no bytes saved until a
 group can agree on two codecs.
 
-Offered so far: group averages. An exchange with neighbours and a store need messages that the core
-does not have yet; asking for an algorithm on them is an error that says so.
+Offered so far: group averages, exchanges with neighbours (`client.neighbours`) and meetings in
+pairs (`client.meetings`). A store needs messages that the core does not have yet; asking for an
+algorithm on it is an error that says so.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import torch
 from torch import Tensor
 
 from moshpitd.client.flight import Flight
+from moshpitd.client.meetings import DaemonMeetings
+from moshpitd.client.neighbours import DaemonNeighbours
 from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
 from moshpitd.client.primitives import EXACT, Coding, Mean, Tensors
 from moshpitd.client.result import Result
@@ -50,8 +53,8 @@ ATTEMPTS = 3
 
 
 class SwarmOfDaemons:
-    """`Averages` beside a session. `options` go to every round; `rounds` is a sweep if not given,
-    so that a full grid is exact."""
+    """`Averages` and `Neighbourhood` beside a session. `options` go to every round; `rounds` is a
+    sweep if not given, so that a full grid is exact."""
 
     def __init__(self, session: Session, **options: Unpack[AverageOptions]) -> None:
         self._options: AverageOptions = {"rounds": "sweep", **options}
@@ -59,6 +62,38 @@ class SwarmOfDaemons:
         self.session = session
         self.bytes_sent = 0
         """Of all finished rounds, as the daemon counted them."""
+
+    def neighbours(
+        self, name: str, *, like: Tensors, topology: str, coding: Coding = EXACT
+    ) -> DaemonNeighbours:
+        if coding.feedback or coding.back != coding.codec:
+            raise ConfigError(
+                f"{name}: an exchange with neighbours has no error feedback and nothing comes back",
+                key="codec",
+                expected="a codec alone; algorithms on differences keep what it rounds away",
+            )
+        return DaemonNeighbours(
+            f"{self.session.run}.{name}.{topology}",
+            socket=self.session.socket,
+            like=like,
+            topology=topology,
+            coding=coding,
+            timeout_s=self._options.get("timeout_s", 60.0),
+            sent=self._count,
+        )
+
+    def meetings(self, name: str, *, like: Tensors, topology: str) -> DaemonMeetings:
+        return DaemonMeetings(
+            f"{self.session.run}.{name}.{topology}",
+            socket=self.session.socket,
+            like=like,
+            topology=topology,
+            timeout_s=self._options.get("timeout_s", 60.0),
+            sent=self._count,
+        )
+
+    def _count(self, nbytes: int) -> None:
+        self.bytes_sent += nbytes
 
     def averages(self, name: str, *, like: Tensors, coding: Coding = EXACT) -> DaemonAverage:
         here = ""

@@ -5,8 +5,8 @@ One rule: nothing is promised here; what commits us goes through the attempt tha
 
 from __future__ import annotations
 
-from moshpitd.core.allreduce import Round
 from moshpitd.core.effects import Send
+from moshpitd.core.exchanges import Exchange
 from moshpitd.core.messages import (
     Begin,
     Declined,
@@ -116,7 +116,7 @@ class Asking:
                     Send(member.peer_id, NotMember(group.group_id, self.state.peer_id))
                 )
 
-    def left_late(self, current: Round, sender: str, message: Leave, now: float) -> None:
+    def left_late(self, current: Exchange, sender: str, message: Leave, now: float) -> None:
         """Its Leave crossed our Begin: it will not take part, and the others should know at
         once."""
         group = current.group

@@ -53,6 +53,51 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenEdges:
+    """An exchange with neighbours begins: the messages of the members `sources` go to slots 0, 1 ..
+    of the trainer's bucket, ours goes to `targets`, and what our messages before add up to, as raw
+    values, to `in_full` of them. Answer `EdgesCoded`, and `EdgeArrived` as parts come."""
+
+    group: Group
+    index: int
+    trainer: str
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    in_full: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPair:
+    """Two peers take the mean of their parameters: expect what `peer` sends as `nonce`, whole.
+
+    Active: it is a difference; add it to our values, once for a nonce, then answer `PairArrived`.
+    Else it is the peer's values: stage them and answer `PairArrived`. Or `PairFailed`. `dialled`:
+    we can be."""
+
+    nonce: bytes
+    peer: str
+    addresses: tuple[str, ...]
+    trainer: str
+    active: bool
+    dialled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PushPair:
+    """Active: send our values. Else put the mean in the place of ours, unless that was done, and
+    send what the peer has to add."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePair:
+    """Forget what is staged or kept for this meeting; nothing of it is applied any more."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """Encode our contribution to `parts` (or send the stored results) and stream them to member
     `to`."""
@@ -257,6 +302,10 @@ Effect: TypeAlias = (
     | Announce
     | LookUp
     | Open
+    | OpenEdges
+    | OpenPair
+    | PushPair
+    | ClosePair
     | Push
     | Average
     | Bar

@@ -43,6 +43,19 @@ class Synced:
 
 
 @dataclass(frozen=True, slots=True)
+class Mix:
+    """What a trainer wants of an exchange with neighbours, beside its values. `topology` is a name
+    of core/topologies; `sequence` counts its messages, also those that reached nobody; neighbours
+    not in `knows` get the values of `full` too."""
+
+    topology: str
+    sequence: int = 0
+    mass: float = 1.0
+    full: bool = False
+    knows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Contributed:
     """A trainer handed over its bucket (already checked to be finite). `weight` is an integer
     0..max_weight; `rounds` 0 means a sweep."""
@@ -55,6 +68,39 @@ class Contributed:
     on_partial: OnPartial = OnPartial.ACCEPT
     timeout_s: float = 60.0
     norm: float = 0.0  # Euclidean, of all floating values; 0: not known
+    mix: Mix | None = None  # with neighbours instead of everybody
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesKept:
+    """A trainer's parameters are with the data plane, where others may meet them."""
+
+    trainer: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeetAsked:
+    """A trainer wants its parameters to meet those of one neighbour."""
+
+    trainer: str
+    token: str
+    topology: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PairArrived:
+    """What the other one of a pair sent is here, whole. As the active one: and is applied."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PairFailed:
+    """What it sent cannot be used, and nothing is applied."""
+
+    nonce: bytes
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +239,36 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class EdgesCoded:
+    """Our message to the neighbours is encoded, and what it decodes to is in the bucket; or not,
+    for `reason`."""
+
+    group_id: bytes
+    reason: Reason | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeArrived:
+    """A part of a neighbour's message is in its slot; `left` are still to come. `full`: of what its
+    messages before add up to."""
+
+    group_id: bytes
+    sender: int
+    left: int
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRefused:
+    """A neighbour's message failed the guard: a strike."""
+
+    group_id: bytes
+    sender: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
 class Listened:
     """From these peers bytes came since this was last said. Told every fraction of a second while a
     round is open, also when nobody was heard; links are pinged meanwhile, so a live one is never
@@ -295,6 +371,10 @@ Event: TypeAlias = (
     | TrainerGone
     | Synced
     | Contributed
+    | ValuesKept
+    | MeetAsked
+    | PairArrived
+    | PairFailed
     | ContributionRefused
     | Cancelled
     | Received
@@ -309,6 +389,9 @@ Event: TypeAlias = (
     | Barred
     | AuditArrived
     | Checked
+    | EdgesCoded
+    | EdgeArrived
+    | EdgeRefused
     | Listened
     | PartFailed
     | SnapshotArrived

@@ -305,6 +305,53 @@ class Audited:
     wrong: tuple[int, ...] = field(default=(), metadata={"max": 65536})
 
 
+# -- an exchange with neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """My message to you in this round is my `sequence`th; `mass` is its push-sum weight. With
+    `full`, what the messages before it add up to comes as well."""
+
+    group_id: bytes
+    sequence: int
+    mass: float
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """I hold your message whole (or, as a giver, know that you hold mine): our edge counts, if you
+    say so too. `counts` false: it does not, for either of us. `ask`: tell me what you said."""
+
+    group_id: bytes
+    counts: bool
+    ask: bool = False
+    answer: bool = False
+
+
+# -- meetings in pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """My trainer is ready: may our parameters meet? Again: you may have taken my values under this
+    nonce, and I have no answer."""
+
+    nonce: bytes
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PairAnswer:
+    """Ready: send your values. Done: I had them, here is your difference. Neither: no, and nothing
+    of this nonce was or will be applied here."""
+
+    nonce: bytes
+    ready: bool = False
+    done: bool = False
+
+
 # -- snapshots
 
 
@@ -402,6 +449,10 @@ Message: TypeAlias = (
     | Crcs
     | Audit
     | Audited
+    | Letter
+    | Counts
+    | Pair
+    | PairAnswer
 )
 
 # The position is the kind on the wire: append only.
@@ -433,4 +484,8 @@ MESSAGES: tuple[type, ...] = (
     Crcs,
     Audit,
     Audited,
+    Letter,
+    Counts,
+    Pair,
+    PairAnswer,
 )

@@ -73,6 +73,31 @@ class OnPartial(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """A neighbour's message that counts: its entry of the mixing matrix, what travelled beside the
+    values, and where they lie in the bucket. `full`: what the messages before add up to lies there
+    too."""
+
+    peer_id: str
+    share: float
+    mass: float
+    sequence: int
+    full: bool
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Our row of one round's mixing matrix, as it came to be. A share that did not arrive is in
+    `own_share`; `unheard` are the neighbours that the matrix named and whose edge does not
+    count."""
+
+    own_share: float = 1.0
+    heard: tuple[Heard, ...] = ()
+    unheard: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What `average()` reports. Invariant: `accepted` means that the bucket's values are to be
     copied back.
@@ -103,3 +128,4 @@ class Outcome:
     seconds: tuple[
         tuple[str, float], ...
     ] = ()  # phase -> duration: catch_up, matchmaking, exchange, parity
+    row: Row | None = None  # of an exchange with neighbours

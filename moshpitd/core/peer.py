@@ -28,6 +28,7 @@ from moshpitd.core.messages import (
     Audit,
     Audited,
     Begin,
+    Counts,
     Crcs,
     Declined,
     DigestQuery,
@@ -38,11 +39,14 @@ from moshpitd.core.messages import (
     Join,
     Later,
     Leave,
+    Letter,
     Lineage,
     Message,
     Missing,
     NoResult,
     NotMember,
+    Pair,
+    PairAnswer,
     Parity,
     Promise,
     Record,
@@ -55,6 +59,7 @@ from moshpitd.core.messages import (
     Without,
 )
 from moshpitd.core.outcome import Reason
+from moshpitd.core.pairs import Pairs
 from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
 from moshpitd.core.presence import Presence
@@ -67,7 +72,7 @@ from moshpitd.core.work import QUESTIONS, Conductor, Work
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
 OF_A_ROUND = (
     NotMember, Without, NoResult, Parity, Missing, TakeOver, Promise, Again, Resend, Crcs,
-    Audit, Audited,
+    Audit, Audited, Letter, Counts,
 )  # fmt: skip
 EARLY = 128
 """Messages of rounds whose Begin is still on its way; a group of 16 says fewer before anybody's."""
@@ -103,6 +108,7 @@ class Peer:
         self.hearing = Hearing(self.state, self.conductor)
         self.asking = Asking(self.state, self.conductor)
         self.calls = Calls(self.state, self.conductor)
+        self.pairs = Pairs(self.state)
 
     # -- the doors
 
@@ -111,7 +117,7 @@ class Peer:
         return effects
 
     def deadline(self) -> float | None:
-        doors = (self.state.presence, self.conductor, self.calls)
+        doors = (self.state.presence, self.conductor, self.calls, self.pairs)
         times = [t for t in (door.deadline() for door in doors) if t is not None]
         return min(times) if times else None
 
@@ -126,9 +132,15 @@ class Peer:
             case ev.Attached():
                 self.calls.on_attached(event, now)
             case ev.TrainerGone():
+                self.pairs.gone(event.trainer, now)
                 self.calls.on_trainer_gone(event.trainer, now)
             case ev.Cancelled():
+                self.pairs.cancelled(event.token)
                 self.calls.on_cancelled(event.token, now)
+            case ev.ValuesKept():
+                self.pairs.kept(event.trainer)
+            case ev.MeetAsked():
+                self.pairs.asked(event, now)
             case ev.ContributionRefused():
                 self.state.refused_until = now + self.state.params.window_s
             case ev.Undelivered():
@@ -239,6 +251,8 @@ class Peer:
                 self.asking.left_late(work.round, sender, message, now)
         elif isinstance(message, Begin):
             self.asking.begun(sender, message.group, now)
+        elif (answer := self.conductor.verdicts.answer(sender, message)) is not None:
+            self.state.effects += answer
         elif isinstance(message, OF_A_ROUND):
             for ended in self.conductor.lingering:
                 if ended.st.group_id == message.group_id:
@@ -275,8 +289,11 @@ class Peer:
                     else Goodbye(Reason.NO_TRAINER)
                 )
                 self.state.effects.append(Send(sender, reply))
+        elif isinstance(message, (Pair, PairAnswer)):
+            self.pairs.receive(sender, message, now)
         elif isinstance(message, Goodbye):
             self.hearing.lose(sender, message.reason, now)
+            self.pairs.lost(sender, message.reason)
         if work is not None and work.catch_up is not None:
             work.catch_up.heard(sender, now)
 
@@ -293,6 +310,7 @@ class Peer:
             self.asking.disown(message.group, to)
         if work is not None and work.round is not None:
             work.round.lost(to, Reason.UNREACHABLE, now)
+        self.pairs.lost(to, Reason.UNREACHABLE)
         self.hearing.lose(to, Reason.UNREACHABLE, now)
 
     def _on_data(self, event: ev.Event, now: float) -> None:
@@ -309,11 +327,14 @@ class Peer:
                 | ev.Barred()
                 | ev.AuditArrived()
                 | ev.Checked()
+                | ev.EdgesCoded()
+                | ev.EdgeArrived()
+                | ev.EdgeRefused()
             ):
                 if current is not None and event.group_id == current.group.group_id:
-                    if isinstance(event, ev.PartRefused) and 0 <= event.sender < len(
-                        current.group.members
-                    ):
+                    if isinstance(
+                        event, (ev.PartRefused, ev.EdgeRefused)
+                    ) and 0 <= event.sender < len(current.group.members):
                         self.state.strike(
                             current.group.members[event.sender].peer_id, event.reason, now
                         )
@@ -321,7 +342,12 @@ class Peer:
             case ev.Listened():
                 if current is not None:
                     current.handle(event, now)
+            case ev.PairArrived():
+                self.pairs.arrived(event.nonce)
+            case ev.PairFailed():
+                self.pairs.failed(event.nonce, event.reason, now)
             case ev.LinkLost():
+                self.pairs.lost(event.peer, event.reason)
                 if work is not None and work.attempt is not None:
                     work.attempt.lost(event.peer, event.reason, now)
                 for ended in self.conductor.lingering:
@@ -358,6 +384,7 @@ class Peer:
         self.state.presence.tick(now)
         self.conductor.tick(now)
         self.calls.tick(now)
+        self.pairs.tick(now)
         self.state.collect(self.state.donor.effects)
         for _ in range(
             8 + 2 * len(self.calls.queue)

@@ -10,14 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moshpitd.core import events as ev
-from moshpitd.core.allreduce import Round
 from moshpitd.core.catchup import CatchUp, adopted
 from moshpitd.core.effects import Finish, LoadSnapshot, RefreshSnapshot, Send
 from moshpitd.core.ending import badness, seen_by
+from moshpitd.core.exchanges import Exchange, exchange_of
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.meeting import Meeting
-from moshpitd.core.messages import Hello, Message, Missing, NotMember, Resend, TakeOver
+from moshpitd.core.messages import (
+    Counts,
+    Hello,
+    Message,
+    Missing,
+    NotMember,
+    Resend,
+    TakeOver,
+)
+from moshpitd.core.neighbours import Neighbours, Verdicts
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.state import State
 from moshpitd.core.swarm import same_lineage
@@ -27,7 +36,7 @@ CATCH_UPS = 3
 waiting for ever."""
 
 
-QUESTIONS = (Missing, TakeOver, Resend)
+QUESTIONS = (Missing, TakeOver, Resend, Counts)
 """Messages of a round that somebody waits for an answer to."""
 
 DISPUTED = (Reason.PARITY, Reason.AUDIT)
@@ -50,7 +59,7 @@ class Work:
     window_until: float | None = None
     catch_up: CatchUp | None = None
     attempt: Attempt | None = None
-    round: Round | None = None
+    round: Exchange | None = None
     rounds_left: int = 0  # 0 until the first attempt knows the grid
     rounds_done: int = 0
     weight: float = 0.0
@@ -76,6 +85,7 @@ class Conductor:
         self.meeting = Meeting(state)
         self.work: Work | None = None
         self.lingering: list[Lingering] = []
+        self.verdicts = Verdicts()
 
     def tick(self, now: float) -> None:
         """Let go of the results that slower members were still reading."""
@@ -293,17 +303,13 @@ class Conductor:
                 entry.missed = 0
         self.state.invites.clear()
         self.state.had_company = True
-        current = Round(
-            params=self.state.params,
-            group=group,
-            me=self.state.peer_id,
-            part_sizes=self.state.part_sizes,
-            trainers=tuple((call.trainer, call.weight) for call in work.calls),
-            late=tuple(call.trainer for call in work.late),
-            started=now,
-            deadline_at=min(work.deadline_at, now + self.state.params.round_timeout_s),
-            quiet=self.state.quiet,
-            rng=self.state.rng,
+        current = exchange_of(
+            self.state,
+            group,
+            calls=work.calls,
+            late=work.late,
+            deadline_at=work.deadline_at,
+            now=now,
         )
         work.round, work.phase_at = current, now
         work.told_again.clear()
@@ -351,9 +357,16 @@ class Conductor:
             no = NotMember(message.group_id, self.state.peer_id)
             self.state.effects.append(Send(sender, no))
 
-    def _rounded(self, work: Work, current: Round, outcome: Outcome, now: float) -> None:
+    def _rounded(self, work: Work, current: Exchange, outcome: Outcome, now: float) -> None:
         """An exchange is over."""
         work.round = None
+        if isinstance(current, Neighbours):
+            # Messages are of their round only: no version counts them and no newcomer wants them.
+            self.verdicts.remember(current)
+            self._end_phase(work, "exchange", now)
+            work.rounds_done += 1
+            self._after_round(work, outcome, now)
+            return
         if current.lingering is not None:
             self.lingering.append(current.lingering)
             for oldest in self.lingering[:-LINGERING]:
@@ -392,6 +405,7 @@ class Conductor:
             return
         if (
             outcome.status is Status.ALONE
+            and not any(call.mix for call in work.calls)
             and not self.state.had_company
             and not self.state.swarm.living(self.state.record.schema)
         ):

@@ -21,6 +21,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from moshpitd.core.outcome import Row
 from moshpitd.daemon.buffers import HEADER_BYTES
 from moshpitd.daemon.runs import Run
 from moshpitd.daemon.trainers import Ask, Attachment, Ended, Progressed, Step
@@ -128,8 +129,9 @@ class Servicer(services.DaemonServicer):
         specs = tuple(TensorSpec(t.name, tuple(t.shape), t.dtype) for t in request.tensors)
         run = self._node.run(request.run, request.codec, feedback=not request.no_feedback)
         attachment = Attachment(
-            specs, request.version, request.founder, request.founder_digest, request.client[:200]
-        )
+            specs, request.version, request.founder, request.founder_digest,
+            request.client[:200], request.topology, request.full, request.pairs,
+        )  # fmt: skip
         trainer = await run.attach(attachment)
         assert run.layout is not None
         return messages.AttachReply(
@@ -142,6 +144,7 @@ class Servicer(services.DaemonServicer):
             version=run.driver.peer.version,
             joined=self._node.joined,
             codec=run.driver.peer.codec,
+            slots=trainer.bucket.blocks.slots if trainer.bucket.blocks is not None else 0,
         )
 
     @_refusing
@@ -184,6 +187,16 @@ class Servicer(services.DaemonServicer):
         run = self._node.run_of(request.trainer)
         ask = Ask.checked(request, run.driver.peer.params)
         await _stream(run.average(request.trainer, ask), context)
+
+    @_refusing
+    async def Exchange(self, request: Any, context: Any) -> None:
+        run = self._node.run_of(request.trainer)
+        await _stream(run.exchange(request.trainer, request), context)
+
+    @_refusing
+    async def Meet(self, request: Any, context: Any) -> None:
+        run = self._node.run_of(request.trainer)
+        await _stream(run.meet(request.trainer, request), context)
 
     @_refusing
     async def PutState(self, request: Any, context: Any) -> Any:
@@ -268,4 +281,23 @@ def _result(ended: Ended) -> Any:
         bytes_sent=ended.bytes_sent,
         bytes_received=ended.bytes_received,
         delta=ended.delta,
+        row=_row(outcome.row) if outcome.row is not None else None,
+    )
+
+
+def _row(row: Row) -> Any:
+    return messages.Row(
+        own_share=row.own_share,
+        heard=[
+            messages.Heard(
+                peer_id=one.peer_id,
+                share=one.share,
+                mass=one.mass,
+                sequence=one.sequence,
+                full=one.full,
+                slot=one.slot,
+            )
+            for one in row.heard
+        ],
+        unheard=row.unheard,
     )

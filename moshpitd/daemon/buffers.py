@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moshpitd.errors import TrainerError
+from moshpitd.tensors.blocks import Blocks
 from moshpitd.tensors.mapped import Tensor, tensor_of
 
 log = logging.getLogger(__name__)
@@ -52,19 +53,26 @@ class Deltas:
 
 
 class Bucket:
-    """One trainer's flat buffer: [header page][data].
+    """One trainer's flat buffer: [header page][data], and with `blocks` more blocks like `data`.
 
     Invariant: what the daemon reads counts only if the generation is even and the same before and
     after. The mapping lives as long as anything refers to it, so that closing never pulls memory
     away from a running thread.
     """
 
-    __slots__ = ("_handed_over", "_mapping", "data", "deltas", "nbytes", "path", "writes")
+    __slots__ = (
+        "_handed_over", "_mapping", "area", "blocks", "data", "deltas", "nbytes", "path", "writes",
+    )  # fmt: skip
 
-    def __init__(self, path: Path, mapping: mmap.mmap, *, nbytes: int) -> None:
+    def __init__(
+        self, path: Path, mapping: mmap.mmap, *, nbytes: int, blocks: Blocks | None = None
+    ) -> None:
         self.path = path
         self.nbytes = nbytes
         self.data: Tensor = tensor_of(mapping, offset=HEADER_BYTES, nbytes=nbytes)
+        self.blocks = blocks
+        whole = nbytes if blocks is None else blocks.total
+        self.area: Tensor = tensor_of(mapping, offset=HEADER_BYTES, nbytes=whole)
         self.writes = 0  # times the daemon put values in place; a copy in progress watches it
         self.deltas: Deltas | None = None
         self._mapping = mapping
@@ -72,7 +80,7 @@ class Bucket:
 
     @property
     def file_bytes(self) -> int:
-        return HEADER_BYTES + self.nbytes
+        return HEADER_BYTES + self.area.numel()
 
     @property
     def generation(self) -> int:
@@ -106,13 +114,15 @@ class Bucket:
             log.warning("cannot remove the bucket %s: %s", self.path, error.strerror)
 
 
-def create_bucket(buffers_dir: Path, *, nbytes: int, data_dir: Path) -> Bucket:
-    """Make and map a bucket of `nbytes` data bytes, all zero.
+def create_bucket(
+    buffers_dir: Path, *, nbytes: int, data_dir: Path, blocks: Blocks | None = None
+) -> Bucket:
+    """Make and map a bucket of `nbytes` data bytes (with `blocks`: the first of them), all zero.
 
     Raises TrainerError: RESOURCE_EXHAUSTED when there is no room, FAILED_PRECONDITION when the
     directory cannot be used. Nothing half-made remains.
     """
-    need = HEADER_BYTES + nbytes
+    need = HEADER_BYTES + (nbytes if blocks is None else blocks.total)
     try:
         buffers_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _free_bytes(buffers_dir) < need:
@@ -147,7 +157,7 @@ def create_bucket(buffers_dir: Path, *, nbytes: int, data_dir: Path) -> Bucket:
     finally:
         os.close(descriptor)
     mapping[:8] = MAGIC + API.to_bytes(4, "little")
-    return Bucket(path, mapping, nbytes=nbytes)
+    return Bucket(path, mapping, nbytes=nbytes, blocks=blocks)
 
 
 def sweep(buffers_dir: Path, *, data_dir: Path) -> list[Path]:

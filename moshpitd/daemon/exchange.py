@@ -43,6 +43,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.soundness import MAX_NORM
 from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.edges import EdgePlane
 from moshpitd.daemon.intake import Intake
 from moshpitd.daemon.ongoing import Ongoing, run_hash
 from moshpitd.daemon.pacing import (
@@ -53,6 +54,7 @@ from moshpitd.daemon.pacing import (
     Skipped,
     link,
 )
+from moshpitd.daemon.plane import Plane
 from moshpitd.daemon.pulse import Pulse
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.errors import ConfigError, LocalProtocolError
@@ -91,6 +93,7 @@ class Exchange:
         self._links: Links | None = None
         self._pacer: Pacer | None = None
         self._pulse: Pulse | None = None
+        self.edges: EdgePlane | None = None  # exchanges with neighbours, meetings
         self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._scratch = Scratch()
@@ -103,6 +106,11 @@ class Exchange:
         self._links = links
         self._pacer = Pacer(links)
         self._pulse = Pulse(links, lambda run, heard: self._post(run, Listened(heard)))
+        plane = Plane(
+            self._intake, self._pacer, self._pulse, self._link,
+            partial(self._submit, self._averaging), self._post, self._drop, self._timed, self._run,
+        )  # fmt: skip
+        self.edges = EdgePlane(plane, self.peer_id)
 
     def close(self) -> None:
         """End everything and join our threads.
@@ -146,6 +154,8 @@ class Exchange:
     def remove_run(self, name: str) -> None:
         """Close its rounds and transfers, remove its buckets."""
         run = self._run(name)
+        if self.edges is not None:
+            self.edges.end(name)
         for group_id in list(run.rounds):
             self._close(run, group_id)
         for nonce in run.snapshots.nonces():
@@ -242,6 +252,8 @@ class Exchange:
     def handle(self, name: str, effect: Effect) -> None:
         """Carry out an effect of the data plane; LocalProtocolError for any other."""
         run = self._run(name)
+        if self.edges is not None and self.edges.handle(run, effect):
+            return
         match effect:
             case Open():
                 self._open(run, effect)

@@ -26,14 +26,18 @@ from moshpitd.core.events import (
     ContributionRefused,
     Drained,
     Event,
+    MeetAsked,
     StateStored,
     Synced,
     TrainerGone,
+    ValuesKept,
 )
 from moshpitd.core.handover import dependants
-from moshpitd.core.outcome import Outcome
+from moshpitd.core.neighbours import most_neighbours
+from moshpitd.core.outcome import Outcome, Status
 from moshpitd.daemon.buffers import Bucket, create_bucket
 from moshpitd.daemon.driver import Driver
+from moshpitd.daemon.edges import EdgePlane
 from moshpitd.daemon.history import History, RoundLine
 from moshpitd.daemon.logs import log_event
 from moshpitd.daemon.trainers import (
@@ -43,11 +47,13 @@ from moshpitd.daemon.trainers import (
     Progressed,
     Step,
     Trainer,
+    checked_mix,
     checked_timeout,
     refusal_of,
     schema_text,
 )
 from moshpitd.rpc.status import refusal
+from moshpitd.tensors.blocks import Blocks
 from moshpitd.tensors.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -61,6 +67,8 @@ FLUSH_S = 5.0
 
 class Store(Protocol):
     """What a run needs of the exchange. The three marked calls block and run in a thread."""
+
+    edges: EdgePlane | None
 
     def add_run(
         self, name: str, layout: Layout, codec: str, *, feedback: bool | None = None
@@ -123,8 +131,16 @@ class Run:
                     f"run {self.name!r} has {len(self.trainers)} trainers here, expected at most "
                     f"{ground.max_trainers}",
                 )
+            mixing = [attachment, *(trainer.attachment for trainer in self.trainers.values())]
+            if self.trainers and any(one.topology for one in mixing):
+                raise refusal(
+                    "too_many_trainers",
+                    f"run {self.name!r} exchanges with neighbours, expected one trainer of it on a "
+                    "node: a neighbour is a node",
+                )
             self._settle_layout(layout)
-            bucket = await ground.in_thread(_make_bucket, ground, layout.nbytes)
+            blocks = self._blocks(attachment, layout)
+            bucket = await ground.in_thread(_make_bucket, ground, layout.nbytes, blocks)
             trainer = Trainer(secrets.token_hex(8), attachment, bucket, asyncio.Event())
             ground.exchange.add_bucket(self.name, trainer.name, bucket)
             self.trainers[trainer.name] = trainer
@@ -197,6 +213,14 @@ class Run:
         }
         return ", ".join(words_of_it for words_of_it, holds in words.items() if holds)
 
+    def _blocks(self, attachment: Attachment, layout: Layout) -> Blocks | None:
+        """The room that an exchange with neighbours needs beside the message."""
+        if not attachment.topology:
+            return None
+        max_group = self.driver.peer.params.max_group
+        slots = 1 if attachment.pairs else most_neighbours(attachment.topology, max_group)
+        return Blocks(layout.nbytes, slots, attachment.full)
+
     def _settle_layout(self, layout: Layout) -> None:
         """The run's schema is its first trainer's; a new one only when nobody has the old one."""
         if self.layout is not None and layout.schema_digest == self.layout.schema_digest:
@@ -246,6 +270,8 @@ class Run:
 
     async def average(self, name: str, ask: Ask) -> AsyncGenerator[Step, None]:
         """Average a trainer's bucket. Yields progress, then the end."""
+        if self.trainer(name).attachment.topology:
+            raise refusal("topology_refused", f"trainer {name} exchanges with neighbours")
         trainer = self._begin(name, ask.generation)
         try:
             norm = await self._check_finite(trainer)
@@ -265,6 +291,53 @@ class Run:
                     yield step
         finally:
             self._end(trainer)
+
+    async def exchange(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
+        """Exchange with the neighbours. Yields progress, then the end, whose outcome has a row."""
+        topology = self._topology(name, pairs=False)
+        mix, timeout_s = checked_mix(request, topology), checked_timeout(request.timeout_s)
+        trainer = self._begin(name, request.generation)
+        try:
+            await self._check_finite(trainer)
+            await self._introduce(trainer)
+            event = Contributed(name, trainer.token, 1, timeout_s=timeout_s, mix=mix)
+            async with aclosing(self._watch(trainer, event)) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            self._end(trainer)
+
+    async def meet(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
+        """Leave parameters here, add to them, or have them meet a neighbour's."""
+        topology, timeout_s = self._topology(name, pairs=True), checked_timeout(request.timeout_s)
+        trainer, edges = self._begin(name, request.generation), self._ground.exchange.edges
+        in_thread = self._ground.in_thread
+        assert edges is not None  # while the node lives
+        try:
+            if request.action == "meet":
+                event = MeetAsked(name, trainer.token, topology, timeout_s)
+                async with aclosing(self._watch(trainer, event)) as steps:
+                    async for step in steps:
+                        yield step
+                return
+            await self._check_finite(trainer)
+            if request.action == "start":
+                await self._introduce(trainer)
+                await in_thread(edges.pairs.start, self.name, name)
+                self.driver.handle(ValuesKept(name))
+            elif not await in_thread(edges.pairs.add, self.name, name):
+                raise refusal("no_topology", f"trainer {name} has left no parameters here yet")
+            yield Ended(Outcome(Status.COMPLETE), self.driver.peer.lineage, 0, 0, False)
+        finally:
+            self._end(trainer)
+
+    def _topology(self, name: str, *, pairs: bool) -> str:
+        """Of a trainer that attached for exchanges, or for meetings."""
+        attachment = self.trainer(name).attachment
+        if not attachment.topology or attachment.pairs is not pairs:
+            what = "meetings" if pairs else "exchanges"
+            raise refusal("no_topology", f"trainer {name} did not attach for {what} on a topology")
+        return attachment.topology
 
     async def put_state(self, name: str, state: bytes) -> None:
         self.trainer(name)
@@ -310,7 +383,10 @@ class Run:
             attachment, layout = trainer.attachment, self.layout
             assert layout is not None
             digest = b""
-            if not self._takes_ours(attachment.version, layout):
+            if attachment.topology:
+                # What lies in the bucket is a message: nobody starts from it, and all are equal.
+                digest = layout.schema_digest
+            elif not self._takes_ours(attachment.version, layout):
                 # These tensors become the node's own: what others get from us must be sound.
                 await self._check_finite(trainer)
                 exchange = self._ground.exchange
@@ -396,5 +472,5 @@ class Run:
         return Ended(outcome, self.driver.peer.lineage, sent, received, delta)
 
 
-def _make_bucket(ground: Ground, nbytes: int) -> Bucket:
-    return create_bucket(ground.buffers_dir, nbytes=nbytes, data_dir=ground.data_dir)
+def _make_bucket(ground: Ground, nbytes: int, blocks: Blocks | None) -> Bucket:
+    return create_bucket(ground.buffers_dir, nbytes=nbytes, data_dir=ground.data_dir, blocks=blocks)

@@ -12,9 +12,11 @@ import re
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from moshpitd.core.events import Mix
 from moshpitd.core.messages import Lineage
 from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
 from moshpitd.core.params import Params
+from moshpitd.core.topologies import NAMES
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.errors import TrainerError
 from moshpitd.rpc.status import refusal
@@ -26,6 +28,7 @@ MAX_ROUNDS = 64  # the client's bound too; a sweep of a grid has at most 8 dimen
 MAX_VERSION = 1 << 63
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 86_400.0
+MAX_KNOWN = 4096  # peers that a trainer may name as knowing it; a group has at most 64
 SCHEMA_TEXT_BYTES = 4000  # a record carries 4096 characters, and 16 KiB in all
 
 
@@ -38,8 +41,16 @@ class Attachment:
     founder: str = ""
     founder_digest: bytes = b""
     client: str = ""
+    topology: str = ""  # it exchanges with neighbours, instead of averaging
+    full: bool = False
+    pairs: bool = False  # its parameters lie here and meet others
 
     def check(self) -> None:
+        if self.topology and self.topology not in NAMES:
+            raise refusal(
+                "topology_refused",
+                f"topology {self.topology[:40]!r}, expected one of {', '.join(NAMES)}",
+            )
         if not self.specs:
             raise refusal("no_tensors", "no tensors to average, expected at least one")
         if not 0 <= self.version < MAX_VERSION or len(self.founder_digest) > 64:
@@ -103,6 +114,18 @@ class Ask:
             timeout_s=checked_timeout(request.timeout_s),
             generation=request.generation,
         )
+
+
+def checked_mix(request: Any, topology: str) -> Mix:
+    """From an ExchangeRequest."""
+    if not 0 <= request.mass < math.inf:
+        raise refusal("mass_out_of_range", f"mass {request.mass}, expected a number from 0 up")
+    if request.sequence >= MAX_VERSION or len(request.knows) > MAX_KNOWN:
+        raise TrainerError(
+            f"sequence {request.sequence} and {len(request.knows)} peers that know us, expected a "
+            f"count below 2^63 and at most {MAX_KNOWN}"
+        )
+    return Mix(topology, request.sequence, request.mass, request.full, tuple(request.knows))
 
 
 @dataclass(frozen=True, slots=True)

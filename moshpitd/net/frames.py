@@ -37,7 +37,7 @@ HEADER_BYTES = _LAYOUT.size
 
 
 class FrameKind(IntEnum):
-    """What a frame carries. The first five belong to the caller, the others to the links
+    """What a frame carries. The first six belong to the caller, the others to the links
     themselves.
     """
 
@@ -49,6 +49,8 @@ class FrameKind(IntEnum):
     HANDOVER = 4
     # A contribution once more, for a member that checks the part's reducer.
     AUDIT = 5
+    # A message to a neighbour; bit 0 of the flags says that it is what those before add up to.
+    NEIGHBOUR = 6
     # First frame in both directions; its payload is the PeerID that the sender believes it talks
     # to.
     HELLO = 16
@@ -61,7 +63,7 @@ class FrameKind(IntEnum):
 
 # A crc32 is one more pass over the payload at either end. The stream's own seal is enough for what
 # is used up where it arrives; all else is compared with what others got (parity) by its crc.
-SEAL_IS_ENOUGH = frozenset({FrameKind.CONTRIBUTION, FrameKind.SNAPSHOT})
+SEAL_IS_ENOUGH = frozenset({FrameKind.CONTRIBUTION, FrameKind.SNAPSHOT, FrameKind.NEIGHBOUR})
 
 CALLER_KINDS = frozenset(
     {
@@ -70,6 +72,7 @@ CALLER_KINDS = frozenset(
         FrameKind.SNAPSHOT,
         FrameKind.HANDOVER,
         FrameKind.AUDIT,
+        FrameKind.NEIGHBOUR,
     }
 )
 

@@ -72,6 +72,16 @@ class Calls:
     ) -> EventStream[messages.RoundEvent]:
         return self._stream(self._stub.Average, request, timeout_s)
 
+    def exchange(
+        self, request: messages.ExchangeRequest, timeout_s: float
+    ) -> EventStream[messages.RoundEvent]:
+        return self._stream(self._stub.Exchange, request, timeout_s)
+
+    def meet(
+        self, request: messages.MeetRequest, timeout_s: float
+    ) -> EventStream[messages.RoundEvent]:
+        return self._stream(self._stub.Meet, request, timeout_s)
+
     def put_state(self, trainer: str, state: bytes, timeout_s: float) -> None:
         request = messages.PutStateRequest(trainer=trainer, state=state)
         self._unary(self._stub.PutState, request, timeout_s)

@@ -29,6 +29,8 @@ CODES = {
     "bad_tensor": "INVALID_ARGUMENT",
     "dtype_refused": "INVALID_ARGUMENT",
     "codec_refused": "INVALID_ARGUMENT",
+    "topology_refused": "INVALID_ARGUMENT",
+    "mass_out_of_range": "INVALID_ARGUMENT",
     "shape_refused": "INVALID_ARGUMENT",
     "no_tensors": "INVALID_ARGUMENT",
     "weight_out_of_range": "INVALID_ARGUMENT",
@@ -41,6 +43,7 @@ CODES = {
     # right request, wrong world
     "schema_differs": "FAILED_PRECONDITION",
     "codec_differs": "FAILED_PRECONDITION",
+    "no_topology": "FAILED_PRECONDITION",
     "schema_changed": "FAILED_PRECONDITION",
     "run_differs": "FAILED_PRECONDITION",
     "bucket_unreachable": "FAILED_PRECONDITION",

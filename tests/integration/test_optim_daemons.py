@@ -13,7 +13,7 @@ from moshpitd.client import Session, attach
 from moshpitd.client.optim import by_name
 from moshpitd.client.optim.distributed import SwarmOptimizer
 from moshpitd.client.swarm import SwarmOfDaemons
-from moshpitd.errors import ConfigError, TrainerError
+from moshpitd.errors import TrainerError
 from moshpitd.testing import ArithmeticSwarm, LocalSwarm
 from tests.kit.rules import Quadratics
 from tests.kit.trainers import Team
@@ -131,8 +131,9 @@ async def test_what_daemons_cannot_do_is_said_at_the_start() -> None:
         def ask() -> None:
             x = nn.Parameter(torch.zeros(4))
             with attach("alone", tensors=[x], socket=swarm.socket(0)) as session:
-                with pytest.raises(ConfigError, match="SwarmOfDaemons does not offer"):
-                    by_name("d-psgd", [x], session)
+                x.grad = torch.ones(4)
+                with pytest.raises(TrainerError, match="topology 'star', expected one of ring"):
+                    by_name("d-psgd", [x], session, topology="star").step()
                 for codec, reason in (("gzip", "codec_refused"), ("int8", "codec_differs")):
                     other = Session("alone", lambda: {"0": x}, socket=swarm.socket(0), codec=codec)
                     with pytest.raises(TrainerError) as refused:

@@ -54,7 +54,10 @@ class Replicas:
         for message in found.messages:
             if self._taken(message):
                 usable.append((message.share, self.copies[message.peer]))
-        for peer in found.unheard:
+        heard = {message.peer for message in found.messages}
+        for peer in [peer for peer in self.copies if peer not in heard]:
+            # It missed our message, and we its: no edge, an edge that did not count, or away. Both
+            # ends know, so the next message is in full at once and no edge is used at one end only.
             self.forget(peer)
         return usable
 

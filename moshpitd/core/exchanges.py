@@ -1,0 +1,51 @@
+"""What a group that has begun does: an average of all, or each member with its neighbours. One
+rule: the trainers' calls decide, and nothing else here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moshpitd.core.allreduce import Round
+from moshpitd.core.events import Contributed
+from moshpitd.core.messages import Group
+from moshpitd.core.neighbours import Neighbours
+from moshpitd.core.state import State
+
+Exchange = Round | Neighbours
+
+
+def exchange_of(
+    state: State,
+    group: Group,
+    *,
+    calls: Sequence[Contributed],
+    late: Sequence[Contributed],
+    deadline_at: float,
+    now: float,
+) -> Exchange:
+    deadline_at = min(deadline_at, now + state.params.round_timeout_s)
+    mixing = next((call for call in calls if call.mix is not None), None)
+    if mixing is not None and mixing.mix is not None:  # the only one: the local API sees to that
+        return Neighbours(
+            params=state.params,
+            group=group,
+            me=state.peer_id,
+            part_sizes=state.part_sizes,
+            trainer=mixing.trainer,
+            mix=mixing.mix,
+            started=now,
+            deadline_at=deadline_at,
+            quiet=state.quiet,
+        )
+    return Round(
+        params=state.params,
+        group=group,
+        me=state.peer_id,
+        part_sizes=state.part_sizes,
+        trainers=tuple((call.trainer, call.weight) for call in calls),
+        late=tuple(call.trainer for call in late),
+        started=now,
+        deadline_at=deadline_at,
+        quiet=state.quiet,
+        rng=state.rng,
+    )
