@@ -35,7 +35,7 @@ from moshpitd.tensors.codecs import RAW, Codec
 from moshpitd.tensors.deviation import Owed
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout, Part
-from moshpitd.tensors.mapped import Scratch, Tensor, tensor_of, typed
+from moshpitd.tensors.mapped import Rooms, Scratch, Tensor, tensor_of, typed
 from moshpitd.tensors.reduction import examine
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class Round:
         run_hash: bytes,
         buckets: dict[str, Bucket],
         scratch: Scratch,
+        rooms: Rooms,
         post: Callable[[Event], None],
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
@@ -75,6 +76,7 @@ class Round:
             run_hash=run_hash,
             buckets=buckets,
             scratch=scratch,
+            rooms=rooms,
             post=post,
             drop=drop,
             timed=timed,
@@ -82,7 +84,7 @@ class Round:
         )
         self._auditor = Auditor(shared, owed, self._decoded)
         self._reducer = Reducer(shared, self._auditor)
-        self._sender = Sender(shared, self._reducer.payload, self._auditor)
+        self._sender = Sender(shared, self._reducer.result, self._auditor)
         self._indices = {member.peer_id: i for i, member in enumerate(self.group.members)}
         self._ahead = EarlyFrames()
         self._ahead_lock = threading.Lock()  # taken under a part's lock, never the other way round

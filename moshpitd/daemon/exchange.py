@@ -60,12 +60,16 @@ from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
-from moshpitd.tensors.mapped import Scratch
+from moshpitd.tensors.mapped import Rooms, Scratch
 from moshpitd.tensors.reduction import examine
 
 log = logging.getLogger(__name__)
 
 AVERAGING_THREADS = min(4, os.cpu_count() or 1)  # bound by memory, and links want cores too
+
+# What waits for the next round: the results of a quarter of a 400 MB bucket in float16, and the
+# accumulators that are open at once.
+ROOMS_BYTES = 64 << 20
 
 
 class Exchange:
@@ -94,6 +98,7 @@ class Exchange:
         self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._scratch = Scratch()
+        self._rooms = Rooms(keep_bytes=ROOMS_BYTES)
         self._intake = Intake(self._drop, partial(self._submit, self._averaging))
         self._lock = threading.Lock()  # guards the runs and what is in them
         self._runs: dict[str, Ongoing] = {}
@@ -292,6 +297,7 @@ class Exchange:
                 run_hash=run_hash(run.name),
                 buckets=run.buckets,
                 scratch=self._scratch,
+                rooms=self._rooms,
                 post=partial(self._post, run.name),
                 drop=self._drop,
                 timed=self._timed,

@@ -16,6 +16,7 @@ from moshpitd.core.events import PartFailed
 from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.auditing import Auditor
+from moshpitd.daemon.averaging import Result
 from moshpitd.daemon.pacing import Frame, Skipped
 from moshpitd.daemon.shared import Shared, encode_failure
 from moshpitd.net.frames import FrameKind
@@ -33,13 +34,13 @@ class Sender:
     def __init__(
         self,
         shared: Shared,
-        payload_of: Callable[[int, int], tuple[Tensor, int] | None],
+        result_of: Callable[[int, int], Result | None],
         auditor: Auditor,
     ) -> None:
-        """`payload_of(part, epoch)`: our stored result of that epoch, and who is inside."""
+        """`result_of(part, epoch)`: our stored result of that epoch."""
         self._shared = shared
         self._auditor = auditor
-        self._payload_of = payload_of
+        self._result_of = result_of
 
     def push(self, parts: Iterable[int], *, result: bool, epoch: int) -> Iterator[Frame]:
         """The frames of a push, made one by one as the link gets to them.
@@ -53,12 +54,12 @@ class Sender:
             if not result:
                 header = shared.header(FrameKind.CONTRIBUTION, part.index, epoch=epoch, codec=code)
                 yield header, partial(self._contribution, part, epoch)
-            elif (stored := self._payload_of(part.index, epoch)) is not None:
-                payload, inside = stored
+            elif (stored := self._result_of(part.index, epoch)) is not None:
                 header = shared.header(
-                    FrameKind.RESULT, part.index, epoch=epoch, codec=code, contributors=inside
-                )
-                yield header, partial(self._result, part, epoch, payload)
+                    FrameKind.RESULT, part.index,
+                    epoch=epoch, codec=code, contributors=stored.inside, crc=stored.crc,
+                )  # fmt: skip
+                yield header, partial(self._result, part, epoch, stored.payload)
 
     def hand_over(self, parts: Iterable[int], *, epoch: int) -> Iterator[Frame]:
         """The results in our bucket, as values: of most we never had a payload, or not any more."""

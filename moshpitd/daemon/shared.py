@@ -24,7 +24,7 @@ from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec, codec_for
 from moshpitd.tensors.feedback import LOSSY_DTYPE, ErrorFeedback, Residuals, feeds
 from moshpitd.tensors.layout import Layout, Part
-from moshpitd.tensors.mapped import Scratch, Tensor
+from moshpitd.tensors.mapped import Rooms, Scratch, Tensor
 
 # Two parts share a lock only by chance; a lock per part would be 100,000 of them in a large model.
 LOCKS = 64
@@ -41,6 +41,7 @@ class Shared:
         run_hash: bytes,
         buckets: Mapping[str, Bucket],
         scratch: Scratch,
+        rooms: Rooms,
         post: Callable[[Event], None],
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
@@ -63,6 +64,7 @@ class Shared:
         )
         self.ledger = Ledger(Succession(opened.group, opened.reducers), opened.index)
         self.scratch = scratch
+        self.rooms = rooms
         self.drop = drop
         self.closed = False
         self.bytes_sent = 0
@@ -88,11 +90,18 @@ class Shared:
             self.bytes_received += received
 
     def header(
-        self, kind: FrameKind, part: int, *, epoch: int, codec: int, contributors: int = 0
+        self,
+        kind: FrameKind,
+        part: int,
+        *,
+        epoch: int,
+        codec: int,
+        contributors: int = 0,
+        crc: int = 0,
     ) -> Header:
         return Header(
             kind, self.run_hash, self.group_id, part,
-            epoch=epoch, codec=codec, contributors=contributors,
+            epoch=epoch, codec=codec, contributors=contributors, crc=crc,
         )  # fmt: skip
 
     def feedback(self, part: Part, *, result: bool) -> ErrorFeedback | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,12 +32,15 @@ class PartAccumulator:
     Invariant: between two calls the state is the result over exactly the `count` contributions
     added so far. A lock keeps it true when two reader threads add to one part.
     float16, bfloat16 and float32 accumulate in float32, float64 in float64, integers in themselves.
-    Memory is taken at the first `add`: a part nobody contributes to costs nothing.
+    Memory is taken at the first `add`, through `room(nbytes)` where it is given: a part nobody
+    contributes to costs nothing.
     """
 
-    __slots__ = ("_lock", "_row", "_state", "count", "numel", "rule", "total_weight")
+    __slots__ = ("_lock", "_room", "_row", "_state", "count", "numel", "rule", "total_weight")
 
-    def __init__(self, numel: int, dtype: str, rule: str) -> None:
+    def __init__(
+        self, numel: int, dtype: str, rule: str, *, room: Callable[[int], Tensor] | None = None
+    ) -> None:
         row = DTYPES.get(dtype)
         if row is None or rule != row.rule:
             raise LocalProtocolError(f"accumulator: no rule {rule!r} for dtype {dtype!r}")
@@ -45,6 +49,7 @@ class PartAccumulator:
         self.count = 0
         self.total_weight = 0.0
         self._row = row
+        self._room = room
         self._state: Tensor | None = None
         self._lock = threading.Lock()
 
@@ -59,7 +64,7 @@ class PartAccumulator:
         with self._lock:
             total = self.total_weight + weight
             if self._state is None:
-                self._state = values.detach().to(self._row.accumulate_in, copy=True)
+                self._state = self._begun(values.detach())
             elif self.rule == "max":
                 torch.maximum(self._state, values, out=self._state)
             else:
@@ -87,6 +92,12 @@ class PartAccumulator:
             if state is None:
                 raise LocalProtocolError("accumulator: no contribution, so there is no mean")
             return state.to(self._row.torch_dtype)
+
+    def _begun(self, values: Tensor) -> Tensor:
+        wide = self._row.accumulate_in
+        if self._room is None:
+            return values.to(wide, copy=True)
+        return self._room(self.numel * wide.itemsize).view(wide).copy_(values)
 
     def _check(self, values: Tensor) -> None:
         row = self._row
