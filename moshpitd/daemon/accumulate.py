@@ -24,6 +24,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.averaging import Reducer
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import Choices
 from moshpitd.daemon.early import EarlyFrames
 from moshpitd.daemon.early import Held as HeldFrame
 from moshpitd.daemon.ledger import AHEAD
@@ -66,6 +67,7 @@ class Round:
         timed: Callable[[str, str, float], None],
         owed: Owed,
         residuals: Residuals | None = None,
+        choices: Choices | None = None,
     ) -> None:
         self.group = opened.group
         self.group_id = opened.group.group_id
@@ -81,6 +83,7 @@ class Round:
             drop=drop,
             timed=timed,
             residuals=residuals,
+            choices=choices,
         )
         self._auditor = Auditor(shared, owed, self._decoded)
         self._reducer = Reducer(shared, self._auditor)
@@ -99,11 +102,19 @@ class Round:
 
     # -- what the core asks for -------------------------------------------------------------------
 
-    def frames(self, effect: Push | HandOver | PushAudit) -> Iterator[Frame]:
-        """What an effect sends."""
+    def frames(
+        self, effect: Push | HandOver | PushAudit, *, takes: float | None = None
+    ) -> Iterator[Frame]:
+        """What an effect sends; `takes` is what is known of the link: see `Sender.push`."""
         match effect:
             case Push():
-                return self.outgoing(effect.parts, result=effect.result, epoch=effect.epoch)
+                return self._sender.push(
+                    effect.parts,
+                    result=effect.result,
+                    epoch=effect.epoch,
+                    to=self.group.members[effect.to].peer_id,
+                    takes=takes,
+                )
             case HandOver():
                 return self.hand_over(effect.parts, epoch=effect.epoch)
             case PushAudit():
@@ -231,8 +242,11 @@ class Round:
         )
 
     def _codec(self, header: Header, part: Part) -> Codec:
-        """What is handed over is raw values, whatever the group's codec."""
-        raw = header.kind is FrameKind.HANDOVER
+        """What is handed over is raw values, whatever the group's codec; a contribution may be, as
+        its sender finds it faster. A result is what all members hold, so it has no choice."""
+        raw = header.kind is FrameKind.HANDOVER or (
+            header.kind is FrameKind.CONTRIBUTION and header.codec == RAW.code
+        )
         return RAW if raw else self._shared.codecs[part.dtype]
 
     def _refusal(

@@ -43,6 +43,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.soundness import MAX_NORM
 from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import AUTO, Choice, Choices, group_codec
 from moshpitd.daemon.intake import Intake
 from moshpitd.daemon.ongoing import Ongoing, run_hash
 from moshpitd.daemon.pacing import (
@@ -132,7 +133,7 @@ class Exchange:
     ) -> None:
         """`codec` is only checked (ConfigError): what is used is the codec of each group.
         `feedback` overrides the node's `error_feedback` for this run."""
-        codec_for(codec, "float32")
+        codec_for(group_codec(codec), "float32")
         snapshots = Snapshots(
             layout,
             run_hash=run_hash(name),
@@ -145,7 +146,8 @@ class Exchange:
                 raise LocalProtocolError(f"run {name!r} exists")
             fed = self._error_feedback if feedback is None else feedback
             residuals = Residuals(layout) if fed else None
-            self._runs[name] = Ongoing(name, layout, snapshots, residuals)
+            choices = Choices() if codec == AUTO else None
+            self._runs[name] = Ongoing(name, layout, snapshots, residuals, choices)
         self._intake.add_run(run_hash(name))
 
     def remove_run(self, name: str) -> None:
@@ -214,6 +216,11 @@ class Exchange:
         """Memory of what is owed to later rounds, and of what may be: "sender" and "reducer"."""
         residuals = self._run(name).residuals
         return {} if residuals is None else residuals.nbytes
+
+    def choices(self, name: str) -> Mapping[str, Choice]:
+        """How contributions travelled last, by peer; empty unless the run's codec is "auto"."""
+        choices = self._run(name).choices
+        return {} if choices is None else choices.made()
 
     @property
     def residuals_dropped(self) -> Counter[str]:
@@ -303,6 +310,7 @@ class Exchange:
                 timed=self._timed,
                 owed=run.owed,
                 residuals=run.residuals,
+                choices=run.choices,
             )
         except ConfigError as error:  # the group, made elsewhere, names a codec we do not have
             log.error("run %s: a round cannot be opened: %s", run.name, error)
@@ -326,12 +334,10 @@ class Exchange:
         current = run.rounds.get(effect.group_id)
         if current is None or self._pacer is None:
             return
-        self._pacer.put(
-            current.group.members[effect.to].peer_id,
-            effect.group_id,
-            current.frames(effect),
-            priority=ROUND_PRIORITY,
-        )
+        to = current.group.members[effect.to].peer_id
+        takes = self._links.takes(to) if self._links is not None and run.choices else None
+        frames = current.frames(effect, takes=takes)
+        self._pacer.put(to, effect.group_id, frames, priority=ROUND_PRIORITY)
 
     def _average(self, run: Ongoing, effect: Average) -> None:
         current = run.rounds.get(effect.group_id)

@@ -33,6 +33,7 @@ from moshpitd.core.events import (
 from moshpitd.core.handover import dependants
 from moshpitd.core.outcome import Outcome
 from moshpitd.daemon.buffers import Bucket, create_bucket
+from moshpitd.daemon.choosing import Choice
 from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.history import History, RoundLine
 from moshpitd.daemon.logs import log_event
@@ -73,6 +74,7 @@ class Store(Protocol):
     def set_state(self, name: str, state: bytes) -> None: ...  # blocks
     def state(self, name: str) -> bytes: ...
     def residual_bytes(self, name: str) -> Mapping[str, int]: ...
+    def choices(self, name: str) -> Mapping[str, Choice]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,15 @@ class Run:
     def residual_bytes(self) -> Mapping[str, int]:
         """Memory of the run's residuals, by the side that keeps them: sender, reducer."""
         return self._ground.exchange.residual_bytes(self.name) if self.layout is not None else {}
+
+    @property
+    def codec(self) -> str:
+        """As it was asked for: "auto", or what all values of the group travel with."""
+        return self._ground.codec
+
+    def choices(self) -> Mapping[str, Choice]:
+        """How contributions travelled last, by peer, where the codec is "auto"."""
+        return self._ground.exchange.choices(self.name) if self.layout is not None else {}
 
     def noted(self, note: Note) -> RoundLine | None:
         """A note of the core; the finished line when it ends a round."""

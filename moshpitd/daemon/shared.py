@@ -17,6 +17,7 @@ from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
 from moshpitd.core.succession import Succession
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import Choices
 from moshpitd.daemon.ledger import Ledger
 from moshpitd.daemon.local import LocalValues
 from moshpitd.errors import LocalProtocolError, TrainerError
@@ -46,6 +47,7 @@ class Shared:
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
         residuals: Residuals | None = None,
+        choices: Choices | None = None,
     ) -> None:
         if len(opened.reducers) != len(layout.parts):
             raise LocalProtocolError(
@@ -65,6 +67,7 @@ class Shared:
         self.ledger = Ledger(Succession(opened.group, opened.reducers), opened.index)
         self.scratch = scratch
         self.rooms = rooms
+        self.choices = choices  # None: contributions travel with the group's codec
         self.drop = drop
         self.closed = False
         self.bytes_sent = 0
@@ -118,10 +121,11 @@ class Shared:
         *,
         result: bool,
         decoded: Tensor | None = None,
+        codec: Codec | None = None,
     ) -> int:
-        """Of the group, the part and us only, not of the epoch: a repeat is the same bytes.
-        `decoded` is filled with what the others will decode."""
-        codec = self.codecs[part.dtype]
+        """Of the group, the part, the codec and us only, not of the epoch: a repeat is the same
+        bytes. `decoded` is filled with what the others will decode; `codec` None: the group's."""
+        codec = codec or self.codecs[part.dtype]
         feedback = self.feedback(part, result=result)
         seed = seed_of(self.group_id, part.index, self.index, result=result)
         began = time.perf_counter()
@@ -135,7 +139,10 @@ class Shared:
             size = codec.encode(values, out, seed=seed)
             if decoded is not None:
                 codec.decode(out[:size], decoded)
-        self._timed(codec.name, "encode", time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._timed(codec.name, "encode", seconds)
+        if self.choices is not None and part.dtype == LOSSY_DTYPE:
+            self.choices.encoded(codec.name, part.nbytes, seconds)
         return size
 
     def decode(self, part: Part, payload: Tensor, out: Tensor) -> None:

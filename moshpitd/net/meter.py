@@ -26,6 +26,10 @@ SAMPLE_BYTES_MIN = 1 << 20
 KEEP_BUSY_S = 60.0
 # How much of the difference each new sample moves the value: one odd sample moves it half way.
 SMOOTHING = 0.5
+# A payload below this fits what the kernel takes without waiting, and so tells nothing of the line.
+TAKEN_BYTES_MIN = 64 << 10
+# Weight of what was seen before at each payload: the last ten or so count, some MB.
+TAKEN_MEMORY = 0.9
 
 
 class Rate:
@@ -58,6 +62,25 @@ class Rate:
             self._kept_s -= self._samples.popleft()[0]
         seen = max(rate for _, rate in self._samples)
         self.value = seen if self.value is None else self.value + SMOOTHING * (seen - self.value)
+
+
+class Taking:
+    """How fast one flow takes payloads, encryption included and the making of payloads left out.
+    Unlike `Rate` it says what a slow encoder does not use. Threads that add at the same moment may
+    lose one sample of ten; None before the first payload that is large enough."""
+
+    def __init__(self) -> None:
+        self._sum = (0.0, 0.0)  # bytes, seconds
+
+    def add(self, count: int, seconds: float) -> None:
+        if count >= TAKEN_BYTES_MIN:
+            old, spent = self._sum
+            self._sum = (old * TAKEN_MEMORY + count, spent * TAKEN_MEMORY + seconds)
+
+    @property
+    def rate(self) -> float | None:
+        count, seconds = self._sum
+        return count / seconds if seconds > 0 else None
 
 
 def unacknowledged(descriptor: int) -> int:
