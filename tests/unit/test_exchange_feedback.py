@@ -201,6 +201,29 @@ def test_contributions_go_raw_where_that_is_faster_and_nothing_is_lost(tmp_path:
         assert reasons == {"raw_is_faster", "coding_pays"}
 
 
+def test_a_part_keeps_its_codec_for_the_round(tmp_path: Path) -> None:
+    """Pushed again to who follows a dead reducer, over a link of another kind: the same bytes."""
+    with planes(3, layout_of(tensors(normal(0))), tmp_path, codec="auto") as made:
+        for number, plane in enumerate(made):
+            plane.trainer("t", tensors(normal(number)))
+        play(made, "float16", 0)  # the encoder is measured
+        fill(made[0], normal(7))
+        group = group_of(made, codec="float16")
+        open_round(made, group)
+        current = made[0].exchange._runs[RUN].rounds[group.group_id]
+
+        def codec_of(part: int, *, epoch: int, takes: float) -> int:
+            push = Push(group.group_id, 1, (part,), False, epoch)
+            header, _ = next(current.frames(push, takes=takes))
+            return header.codec
+
+        coded, raw = CODECS["float16"].code, CODECS["float32"].code
+        slow, fast = 1.0, 1e15
+        assert [codec_of(0, epoch=e, takes=t) for e, t in enumerate((slow, fast))] == [coded, coded]
+        assert [codec_of(1, epoch=e, takes=t) for e, t in enumerate((fast, slow))] == [raw, raw]
+        close_round(made, group)
+
+
 def test_only_float32_parts_owe_anything(tmp_path: Path) -> None:
     inputs = [some_tensors(seed) for seed in range(3)]
     with planes(3, layout_of(inputs[0]), tmp_path) as made:
