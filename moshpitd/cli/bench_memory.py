@@ -26,20 +26,45 @@ and link would be more than this after ten rounds."""
 STATUS_S = 0.05
 STATUS_SAMPLES = 100
 """Below this the 99th percentile is the slowest answer of all."""
+WATCHED_MAX = 8
+"""Rounds: of tiny tensors, where one is over before the first look, not for ever."""
 
 
-def idle_bytes(swarm: Swarm) -> list[int]:
-    """A daemon's own memory (proportional, without mapped files) by daemon."""
-    return [anonymous_bytes(pid) for pid in _pids(swarm)]
+def at_rest(swarm: Swarm) -> list[int]:
+    """By daemon: its own memory (proportional, without mapped files), without residuals. Those grow
+    up to their stated size as parts change their reducers."""
+    return [
+        anonymous_bytes(pid) - _residual_bytes(node.status())
+        for node, pid in zip(swarm.nodes, _pids(swarm), strict=True)
+    ]
 
 
 def watched(swarm: Swarm, number: int, settled: list[int]) -> dict[str, Any]:
-    """One more round: memory at rest and at its peak by daemon, what of it has a name, and the
-    seconds of every `status` in it. `settled` is `idle_bytes` after SETTLED rounds, or empty."""
-    pids = _pids(swarm)
+    """Further rounds from `number` on: memory at rest and at its peak by daemon, what of it has a
+    name, and the seconds of every `status` in them; as many rounds as the percentile needs.
+    `settled` is `at_rest` after SETTLED rounds, or empty."""
     ask_all(swarm.trainers, "fill", round=number)
-    idle = idle_bytes(swarm)
-    peak, answers = list(idle), []
+    rest = at_rest(swarm)
+    idle = [anonymous_bytes(pid) for pid in _pids(swarm)]
+    peak, answers = list(idle), list[float]()
+    for turn in range(WATCHED_MAX):
+        if turn:
+            ask_all(swarm.trainers, "fill", round=number + turn)
+        _watch(swarm, peak, answers)
+        if len(answers) >= STATUS_SAMPLES:
+            break
+    return {
+        "idle_anonymous_bytes": idle,
+        "peak_anonymous_bytes": peak,
+        "grown_bytes": [now - then for then, now in zip(settled, rest, strict=False)],
+        "residual_bytes": [_residual_bytes(node.status()) for node in swarm.nodes],
+        "status_seconds": answers,
+    }
+
+
+def _watch(swarm: Swarm, peak: list[int], answers: list[float]) -> None:
+    """One round, looked at all the time."""
+    pids = _pids(swarm)
     swarm.average(timeout_s=CALL_TIMEOUT_S)
     left = list(swarm.trainers)
     until = time.monotonic() + CALL_TIMEOUT_S + 30.0
@@ -51,13 +76,6 @@ def watched(swarm: Swarm, number: int, settled: list[int]) -> dict[str, Any]:
             if node.status() is not None:
                 answers.append(time.monotonic() - began)
         left = [trainer for trainer in left if trainer.heard(SAMPLE_S / len(left)) is None]
-    return {
-        "idle_anonymous_bytes": idle,
-        "peak_anonymous_bytes": peak,
-        "settled_anonymous_bytes": settled,
-        "residual_bytes": [_residual_bytes(node.status()) for node in swarm.nodes],
-        "status_seconds": answers,
-    }
 
 
 def memory_bars(memory: dict[str, Any], *, bucket: int, payload: int, peers: int) -> list[Bar]:
@@ -76,14 +94,9 @@ def memory_bars(memory: dict[str, Any], *, bucket: int, payload: int, peers: int
     bars.append(
         Bar("peak memory of a round, of bucket/n + results + residuals + 128 MiB", max(beyond), 1.0)
     )
-    if memory["settled_anonymous_bytes"]:
-        grown = [
-            now - then
-            for then, now in zip(
-                memory["settled_anonymous_bytes"], memory["idle_anonymous_bytes"], strict=True
-            )
-        ]
-        bars.append(Bar("memory grown over the rounds, MB", max(grown) / 1e6, GROWTH / 1e6))
+    if memory["grown_bytes"]:
+        grown = max(memory["grown_bytes"]) / 1e6
+        bars.append(Bar("memory grown over the rounds, MB", grown, GROWTH / 1e6))
     answers = sorted(memory["status_seconds"])
     if len(answers) >= STATUS_SAMPLES:
         slow = answers[int(len(answers) * 0.99)]

@@ -39,8 +39,11 @@ class Stream(Protocol):
     wire: Wire
     sealed: bool
     """Every byte is authenticated by the stream itself."""
-    cipher: str
-    """What does it; empty if nothing does."""
+
+    @property
+    def cipher(self) -> str:
+        """What does it; empty if nothing does."""
+        ...
 
     def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
         """Fill the view; less only at the end of the stream. `timeout_s` bounds each wait."""
