@@ -37,7 +37,7 @@ from moshpitd.tensors.deviation import Owed
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Rooms, Scratch, Tensor, tensor_of, typed
-from moshpitd.tensors.reduction import examine
+from moshpitd.tensors.reduction import examine, is_small
 
 log = logging.getLogger(__name__)
 
@@ -226,11 +226,11 @@ class Round:
             refusal = self._mislabelled(part, payload, crc)
         if refusal is None:
             codec = self._codec(header, part)
-            values, refusal = self._decoded(codec, part, payload)
+            values, refusal, squared = self._examined(codec, part, payload)
         if refusal is not None:
             self._refuse(sender, header, *refusal)
         elif header.kind is FrameKind.CONTRIBUTION:
-            self._reducer.add(sender, part, header.epoch, values)
+            self._reducer.add(sender, part, header.epoch, values, small=is_small(squared))
         else:
             held = Held(part.index, header.epoch, header.contributors, crc)
             self._put_result(sender, part, values, held, expected=expected)
@@ -282,6 +282,13 @@ class Round:
         self, codec: Codec, part: Part, payload: memoryview
     ) -> tuple[Tensor, tuple[Reason, str] | None]:
         """The payload as finite values, in this thread's scratch or where it lies."""
+        values, refusal, _ = self._examined(codec, part, payload)
+        return values, refusal
+
+    def _examined(
+        self, codec: Codec, part: Part, payload: memoryview
+    ) -> tuple[Tensor, tuple[Reason, str] | None, float]:
+        """The same with the values' squared norm."""
         shared = self._shared
         raw = tensor_of(payload)
         values = raw
@@ -292,18 +299,17 @@ class Round:
                 values = shared.scratch.take("decoded", numel=part.numel, dtype=part.dtype)
                 shared.decode(part, raw, values)
         except Exception as error:  # whatever a payload does to a codec, it is the sender's
-            return raw, (Reason.CODEC, f"{codec.name}: {error}")
+            return raw, (Reason.CODEC, f"{codec.name}: {error}"), math.nan
         bad, squared = examine(values)
         if bad is not None:
-            return raw, (Reason.NOT_FINITE, f"tensor {shared.layout.tensor_at(part, bad)!r}")
+            bad_name = shared.layout.tensor_at(part, bad)
+            return raw, (Reason.NOT_FINITE, f"tensor {bad_name!r}"), math.nan
         limit = shared.norm_limit
         if limit is not None and math.isfinite(squared) and squared > limit * limit:
             name = shared.layout.tensor_at(part, 0)
-            return raw, (
-                Reason.NORM,
-                f"norm {math.sqrt(squared):.3g} from tensor {name!r} on, at most {limit:.3g}",
-            )
-        return values, None
+            words = f"norm {math.sqrt(squared):.3g} from tensor {name!r} on, at most {limit:.3g}"
+            return raw, (Reason.NORM, words), squared
+        return values, None, squared
 
     def _put_result(
         self, sender: int, part: Part, values: Tensor, held: Held, *, expected: bool

@@ -54,15 +54,17 @@ class Reducer:
         self._open: dict[int, _Open] = {}
         self._results: dict[int, Result] = {}
 
-    def add(self, sender: int, part: Part, epoch: int, values: Tensor) -> None:
-        """A checked contribution; dropped if its part was closed or barred while it was decoded."""
+    def add(self, sender: int, part: Part, epoch: int, values: Tensor, *, small: bool) -> None:
+        """A checked contribution; dropped if its part was closed or barred while it was decoded.
+        `small` as for accumulators."""
         shared = self._shared
         with shared.lock(part.index):
             if shared.closed or not shared.ledger.is_open(part.index, epoch):
                 shared.drop("part_closed")
                 return
             try:
-                self._add(sender, part, epoch, values, shared.group.members[sender].weight)
+                weight = shared.group.members[sender].weight
+                self._add(sender, part, epoch, values, weight, small=small)
             except Exception as error:
                 log.exception("a contribution to part %d could not be added", part.index)
                 self._spoilt(part, epoch, error)
@@ -104,11 +106,20 @@ class Reducer:
         self._open.clear()
         self._results.clear()
 
-    def _add(self, sender: int, part: Part, epoch: int, values: Tensor, weight: float) -> None:
+    def _add(
+        self,
+        sender: int,
+        part: Part,
+        epoch: int,
+        values: Tensor,
+        weight: float,
+        *,
+        small: bool = False,
+    ) -> None:
         opened = self._open.get(part.index)
         if opened is None or opened.epoch != epoch:
             opened = self._open[part.index] = _Open(part, epoch, self._shared.rooms)
-        opened.accumulator.add(values, weight)
+        opened.accumulator.add(values, weight, small=small)
         opened.inside |= 1 << sender
 
     def _spoilt(self, part: Part, epoch: int, error: Exception) -> None:
