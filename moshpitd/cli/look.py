@@ -173,7 +173,7 @@ def _link(line: messages.LinkLine) -> tuple[object, ...]:
         size(line.bytes_received),
         _rate(line.up_bytes_per_s),
         _rate(line.down_bytes_per_s),
-        duration(line.rtt_s) if line.rtt_s else "",
+        f"{line.rtt_s * 1e3:.1f} ms" if line.rtt_s else "",
     )
 
 

@@ -30,8 +30,8 @@ COPY_BYTES_PER_S = 5e9
 # What coding has to gain before raw is left again, or noise would change it with every push. The
 # other way round there is none: a codec that is slower goes at once.
 MARGIN = 0.05
-# Weight that what was seen before keeps at each part: the last ten or so count.
-MEMORY = 0.9
+# Weight that what was seen before keeps at each part: the last fifty or so count.
+MEMORY = 0.98
 # Peers whose choice is kept: more than any group has.
 PEERS_MAX = 256
 
