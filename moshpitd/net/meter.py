@@ -29,8 +29,8 @@ SMOOTHING = 0.5
 # A payload below this fits what the kernel takes without waiting, and so tells nothing of the line.
 TAKEN_BYTES_MIN = 64 << 10
 # Weight of what was seen before at each payload: the last fifty or so count, 25 MB in parts of the
-# usual size. The first ten after a pause may only fill the buffers of both kernels: with a memory of
-# ten a loopback was taken for 1 GB/s by half of the pushes, and carries 0.2 in a round.
+# usual size. The first ten after a pause may only fill the buffers of both kernels: with a memory
+# of ten a busy loopback looked so fast that codec auto sent two thirds of its contributions raw.
 TAKEN_MEMORY = 0.98
 
 
