@@ -68,8 +68,8 @@ log = logging.getLogger(__name__)
 
 AVERAGING_THREADS = min(4, os.cpu_count() or 1)  # bound by memory, and links want cores too
 
-# What waits for the next round: all that a quarter of a 100 MB bucket needs in float16, most of what
-# one of 400 MB does. It is memory that an idle daemon keeps, so not more.
+# What waits for the next round: all that a quarter of a 100 MB bucket needs in float16, and most of
+# what one of 400 MB does. It is memory that an idle daemon keeps, so not more.
 ROOMS_BYTES = 32 << 20
 
 
