@@ -298,7 +298,7 @@ class Bootstrap(_message.Message):
     def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run", "version", "trainers", "peers", "phase", "round", "grid", "coordinates", "schema", "codec", "last_outcome", "rounds_complete", "rounds_partial", "rounds_alone", "rounds_failed", "founder", "parameters", "residual_bytes")
+    __slots__ = ("run", "version", "trainers", "peers", "phase", "round", "grid", "coordinates", "schema", "codec", "last_outcome", "rounds_complete", "rounds_partial", "rounds_alone", "rounds_failed", "founder", "parameters", "residual_bytes", "contributions")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +317,7 @@ class RunStatus(_message.Message):
     FOUNDER_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
     trainers: int
@@ -335,10 +336,45 @@ class RunStatus(_message.Message):
     founder: str
     parameters: int
     residual_bytes: int
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ..., residual_bytes: _Optional[int] = ...) -> None: ...
+    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ..., residual_bytes: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("peer_id", "codec", "reason", "detail")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    codec: str
+    reason: str
+    detail: str
+    def __init__(self, peer_id: _Optional[str] = ..., codec: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class LinkLine(_message.Message):
+    __slots__ = ("peer_id", "cipher", "integrity", "flows", "bytes_sent", "bytes_received", "rtt_s", "up_bytes_per_s", "down_bytes_per_s")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    CIPHER_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    FLOWS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    cipher: str
+    integrity: bool
+    flows: int
+    bytes_sent: int
+    bytes_received: int
+    rtt_s: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    def __init__(self, peer_id: _Optional[str] = ..., cipher: _Optional[str] = ..., integrity: bool = ..., flows: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rtt_s: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("peer_id", "version", "uptime_s", "joined", "draining", "swarm_peers", "addresses", "join", "bootstrap", "runs", "warnings", "link_address", "bytes_sent", "bytes_received", "drain_left_s", "drain_reason")
+    __slots__ = ("peer_id", "version", "uptime_s", "joined", "draining", "swarm_peers", "addresses", "join", "bootstrap", "runs", "warnings", "link_address", "bytes_sent", "bytes_received", "drain_left_s", "drain_reason", "links")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +391,7 @@ class StatusReply(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     DRAIN_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     DRAIN_REASON_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     version: str
     uptime_s: float
@@ -371,7 +408,8 @@ class StatusReply(_message.Message):
     bytes_received: int
     drain_left_s: float
     drain_reason: str
-    def __init__(self, peer_id: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., joined: bool = ..., draining: bool = ..., swarm_peers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., join: _Optional[str] = ..., bootstrap: _Optional[_Iterable[_Union[Bootstrap, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., link_address: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., drain_left_s: _Optional[float] = ..., drain_reason: _Optional[str] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkLine]
+    def __init__(self, peer_id: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., joined: bool = ..., draining: bool = ..., swarm_peers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., join: _Optional[str] = ..., bootstrap: _Optional[_Iterable[_Union[Bootstrap, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., link_address: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., drain_left_s: _Optional[float] = ..., drain_reason: _Optional[str] = ..., links: _Optional[_Iterable[_Union[LinkLine, _Mapping]]] = ...) -> None: ...
 
 class PeersRequest(_message.Message):
     __slots__ = ("run",)

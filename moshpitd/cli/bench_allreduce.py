@@ -23,7 +23,6 @@ BYTES_PER_VALUE = 16
 a system has in flight. hivemind holds the most."""
 WIRE_WITHIN = 0.02
 """Of the codec's formula: headers, TLS records, acknowledgements and control messages."""
-SAMPLE_S = 0.02
 
 
 def allreduce(
@@ -86,6 +85,7 @@ def _chosen(against: Sequence[str], codec: str) -> list[str]:
 
 def _measure(systems: Sequence[System], swarm: Swarm, *, codec: str, rounds: int) -> dict[str, Any]:
     from moshpitd.cli.bench_figures import load, ratio, summary
+    from moshpitd.cli.bench_memory import SETTLED, at_rest, watched
     from moshpitd.cli.bench_meters import MachineTime
     from moshpitd.cli.bench_systems import Measured
     from moshpitd.cli.output import console
@@ -93,6 +93,7 @@ def _measure(systems: Sequence[System], swarm: Swarm, *, codec: str, rounds: int
     out = console()
     measured: dict[str, list[Measured]] = {system.name: [] for system in systems}
     began = MachineTime.now()
+    settled: list[int] = []
     try:
         for system in systems:
             out.print(f"starting {system.name}", style="dim")
@@ -108,7 +109,9 @@ def _measure(systems: Sequence[System], swarm: Swarm, *, codec: str, rounds: int
                 measured[system.name].append(one)
                 note = f"refused: {one.trouble}" if one.trouble else f"{one.seconds:.3f} s"
                 out.print(f"round {number}, {system.name}: {note}", style="dim", markup=False)
-        memory = _memory(swarm, rounds + 1)
+            if number == SETTLED:
+                settled = at_rest(swarm)
+        memory = watched(swarm, rounds + 1, settled if rounds > SETTLED else [])
         payload = swarm.trainers[0].ask("payload", codec=codec)["bytes"]
     finally:
         for system in systems:
@@ -118,35 +121,13 @@ def _measure(systems: Sequence[System], swarm: Swarm, *, codec: str, rounds: int
     return {
         "results": results,
         "ratios": {one["system"]: ratio(ours, one["median_s"]) for one in results[1:]},
+        "payload_bytes": payload,
         # Every value goes to its reducer and comes back, but for what a peer reduces itself.
         "bytes_formula": 2 * (len(swarm.nodes) - 1) * payload or None,
         "memory": memory,
         "load": load(),
         "machine_busy": MachineTime.now().load_since(began),
     }
-
-
-def _memory(swarm: Swarm, number: int) -> dict[str, list[int]]:
-    """A daemon's own memory (proportional, without mapped files) at rest and at its peak in a round
-    that is not timed, because looking costs the looked-at: by daemon."""
-    import time
-
-    from moshpitd.cli.bench_meters import anonymous_bytes
-    from moshpitd.cli.bench_processes import ask_all
-    from moshpitd.cli.bench_systems import CALL_TIMEOUT_S
-
-    pids = [node.daemon.process.pid for node in swarm.nodes if node.daemon is not None]
-    ask_all(swarm.trainers, "fill", round=number)
-    idle = [anonymous_bytes(pid) for pid in pids]
-    peak = list(idle)
-    swarm.average(timeout_s=CALL_TIMEOUT_S)
-    left = list(swarm.trainers)
-    until = time.monotonic() + CALL_TIMEOUT_S + 30.0
-    while left and time.monotonic() < until:
-        for place, pid in enumerate(pids):
-            peak[place] = max(peak[place], anonymous_bytes(pid))
-        left = [trainer for trainer in left if trainer.heard(SAMPLE_S / len(left)) is None]
-    return {"idle_anonymous_bytes": idle, "peak_anonymous_bytes": peak}
 
 
 # -- what is asked for ----------------------------------------------------------------------------
@@ -209,6 +190,7 @@ def check_memory(need: int) -> None:
 
 def _judge(report: dict[str, Any]) -> None:
     from moshpitd.cli.bench_figures import Bar
+    from moshpitd.cli.bench_memory import memory_bars
 
     against_gloo = {"float16": 2.0, "int8": 1.6}.get(report["codec"])
     if report["security"] == "authenticated":
@@ -223,6 +205,13 @@ def _judge(report: dict[str, Any]) -> None:
         beyond = sent / formula - 1
         report["bytes_beyond_formula"] = beyond
         bars.append(Bar("bytes on the wire beyond the formula", beyond, WIRE_WITHIN))
+    if report["payload_bytes"]:
+        bars += memory_bars(
+            report["memory"],
+            bucket=4 * report["params"],
+            payload=report["payload_bytes"],
+            peers=report["peers"],
+        )
     report["bars"] = [bar.as_dict() for bar in bars]
 
 

@@ -16,6 +16,8 @@ from moshpitd.cli.output import as_dict, console, duration, print_json, size, ta
 if TYPE_CHECKING:
     from moshpitd.rpc.stubs import messages
 
+LINK_COLUMNS = ("peer", "protection", "flows #", "sent #", "received #", "up #", "down #", "rtt #")
+
 
 def status(socket: Socket = None, config: Config = None, json: Json = False) -> None:
     """Show whether this node is in the swarm, and how its runs are doing."""
@@ -35,6 +37,8 @@ def status(socket: Socket = None, config: Config = None, json: Json = False) -> 
     if reply.bootstrap:
         rows = [(entry.address, entry.state) for entry in reply.bootstrap]
         out.print(table("\nbootstrap", ("address", "state"), rows))
+    if reply.links:
+        out.print(table("\nlinks", LINK_COLUMNS, [_link(line) for line in reply.links]))
     if not reply.runs:
         out.print(text("\nno trainer has attached yet"))
         return
@@ -48,7 +52,7 @@ def status(socket: Socket = None, config: Config = None, json: Json = False) -> 
             run.peers,
             run.round,
             _grid(run),
-            run.codec,
+            _codec(run),
             run.rounds_complete,
             run.rounds_partial,
             run.rounds_alone,
@@ -149,3 +153,29 @@ def _grid(run: messages.RunStatus) -> str:
         return ""
     place = ",".join(map(str, run.coordinates))
     return f"{'x'.join(map(str, run.grid))} at {place}"
+
+
+def _codec(run: messages.RunStatus) -> str:
+    """With codec auto also how many links contributions travel on with each."""
+    counts: dict[str, int] = {}
+    for one in run.contributions:
+        counts[one.codec] = counts.get(one.codec, 0) + 1
+    links = ", ".join(f"{codec} to {count}" for codec, count in sorted(counts.items()))
+    return f"{run.codec} ({links})" if links else str(run.codec)
+
+
+def _link(line: messages.LinkLine) -> tuple[object, ...]:
+    return (
+        line.peer_id,
+        line.cipher if line.integrity else "none: may be read and changed on the way",
+        line.flows,
+        size(line.bytes_sent),
+        size(line.bytes_received),
+        _rate(line.up_bytes_per_s),
+        _rate(line.down_bytes_per_s),
+        f"{line.rtt_s * 1e3:.1f} ms" if line.rtt_s else "",
+    )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{size(int(bytes_per_s))}/s" if bytes_per_s else ""

@@ -24,6 +24,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.averaging import Reducer
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import Choices
 from moshpitd.daemon.early import EarlyFrames
 from moshpitd.daemon.early import Held as HeldFrame
 from moshpitd.daemon.ledger import AHEAD
@@ -35,8 +36,8 @@ from moshpitd.tensors.codecs import RAW, Codec
 from moshpitd.tensors.deviation import Owed
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout, Part
-from moshpitd.tensors.mapped import Scratch, Tensor, tensor_of, typed
-from moshpitd.tensors.reduction import examine
+from moshpitd.tensors.mapped import Rooms, Scratch, Tensor, tensor_of, typed
+from moshpitd.tensors.reduction import examine, is_small
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,13 @@ class Round:
         run_hash: bytes,
         buckets: dict[str, Bucket],
         scratch: Scratch,
+        rooms: Rooms,
         post: Callable[[Event], None],
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
         owed: Owed,
         residuals: Residuals | None = None,
+        choices: Choices | None = None,
     ) -> None:
         self.group = opened.group
         self.group_id = opened.group.group_id
@@ -75,14 +78,16 @@ class Round:
             run_hash=run_hash,
             buckets=buckets,
             scratch=scratch,
+            rooms=rooms,
             post=post,
             drop=drop,
             timed=timed,
             residuals=residuals,
+            choices=choices,
         )
         self._auditor = Auditor(shared, owed, self._decoded)
         self._reducer = Reducer(shared, self._auditor)
-        self._sender = Sender(shared, self._reducer.payload, self._auditor)
+        self._sender = Sender(shared, self._reducer.result, self._auditor)
         self._indices = {member.peer_id: i for i, member in enumerate(self.group.members)}
         self._ahead = EarlyFrames()
         self._ahead_lock = threading.Lock()  # taken under a part's lock, never the other way round
@@ -97,11 +102,19 @@ class Round:
 
     # -- what the core asks for -------------------------------------------------------------------
 
-    def frames(self, effect: Push | HandOver | PushAudit) -> Iterator[Frame]:
-        """What an effect sends."""
+    def frames(
+        self, effect: Push | HandOver | PushAudit, *, takes: float | None = None
+    ) -> Iterator[Frame]:
+        """What an effect sends; `takes` is what is known of the link: see `Sender.push`."""
         match effect:
             case Push():
-                return self.outgoing(effect.parts, result=effect.result, epoch=effect.epoch)
+                return self._sender.push(
+                    effect.parts,
+                    result=effect.result,
+                    epoch=effect.epoch,
+                    to=self.group.members[effect.to].peer_id,
+                    takes=takes,
+                )
             case HandOver():
                 return self.hand_over(effect.parts, epoch=effect.epoch)
             case PushAudit():
@@ -213,11 +226,11 @@ class Round:
             refusal = self._mislabelled(part, payload, crc)
         if refusal is None:
             codec = self._codec(header, part)
-            values, refusal = self._decoded(codec, part, payload)
+            values, refusal, squared = self._examined(codec, part, payload)
         if refusal is not None:
             self._refuse(sender, header, *refusal)
         elif header.kind is FrameKind.CONTRIBUTION:
-            self._reducer.add(sender, part, header.epoch, values)
+            self._reducer.add(sender, part, header.epoch, values, small=is_small(squared))
         else:
             held = Held(part.index, header.epoch, header.contributors, crc)
             self._put_result(sender, part, values, held, expected=expected)
@@ -229,8 +242,11 @@ class Round:
         )
 
     def _codec(self, header: Header, part: Part) -> Codec:
-        """What is handed over is raw values, whatever the group's codec."""
-        raw = header.kind is FrameKind.HANDOVER
+        """What is handed over is raw values, whatever the group's codec; a contribution may be, as
+        its sender finds it faster. A result is what all members hold, so it has no choice."""
+        raw = header.kind is FrameKind.HANDOVER or (
+            header.kind is FrameKind.CONTRIBUTION and header.codec == RAW.code
+        )
         return RAW if raw else self._shared.codecs[part.dtype]
 
     def _refusal(
@@ -266,6 +282,13 @@ class Round:
         self, codec: Codec, part: Part, payload: memoryview
     ) -> tuple[Tensor, tuple[Reason, str] | None]:
         """The payload as finite values, in this thread's scratch or where it lies."""
+        values, refusal, _ = self._examined(codec, part, payload)
+        return values, refusal
+
+    def _examined(
+        self, codec: Codec, part: Part, payload: memoryview
+    ) -> tuple[Tensor, tuple[Reason, str] | None, float]:
+        """The same with the values' squared norm."""
         shared = self._shared
         raw = tensor_of(payload)
         values = raw
@@ -276,18 +299,17 @@ class Round:
                 values = shared.scratch.take("decoded", numel=part.numel, dtype=part.dtype)
                 shared.decode(part, raw, values)
         except Exception as error:  # whatever a payload does to a codec, it is the sender's
-            return raw, (Reason.CODEC, f"{codec.name}: {error}")
+            return raw, (Reason.CODEC, f"{codec.name}: {error}"), math.nan
         bad, squared = examine(values)
         if bad is not None:
-            return raw, (Reason.NOT_FINITE, f"tensor {shared.layout.tensor_at(part, bad)!r}")
+            bad_name = shared.layout.tensor_at(part, bad)
+            return raw, (Reason.NOT_FINITE, f"tensor {bad_name!r}"), math.nan
         limit = shared.norm_limit
         if limit is not None and math.isfinite(squared) and squared > limit * limit:
             name = shared.layout.tensor_at(part, 0)
-            return raw, (
-                Reason.NORM,
-                f"norm {math.sqrt(squared):.3g} from tensor {name!r} on, at most {limit:.3g}",
-            )
-        return values, None
+            words = f"norm {math.sqrt(squared):.3g} from tensor {name!r} on, at most {limit:.3g}"
+            return raw, (Reason.NORM, words), squared
+        return values, None, squared
 
     def _put_result(
         self, sender: int, part: Part, values: Tensor, held: Held, *, expected: bool

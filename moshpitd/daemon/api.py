@@ -143,7 +143,7 @@ class Servicer(services.DaemonServicer):
             peer_id=self._node.peer_id,
             version=run.driver.peer.version,
             joined=self._node.joined,
-            codec=run.driver.peer.codec,
+            codec=run.codec,
             slots=trainer.bucket.blocks.slots if trainer.bucket.blocks is not None else 0,
         )
 

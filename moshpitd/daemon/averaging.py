@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from typing import NamedTuple
 
 from moshpitd.core.events import Averaged, Event, PartArrived, PartFailed
 from moshpitd.core.messages import Held
@@ -16,7 +17,7 @@ from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.shared import Shared, encode_failure, members_in
 from moshpitd.tensors.codecs import RAW
 from moshpitd.tensors.layout import Part
-from moshpitd.tensors.mapped import Tensor, bytes_of, fresh, untyped
+from moshpitd.tensors.mapped import Rooms, Tensor, bytes_of, untyped
 from moshpitd.tensors.reduction import PartAccumulator, first_nonfinite
 
 log = logging.getLogger(__name__)
@@ -27,10 +28,20 @@ class _Open:
 
     __slots__ = ("accumulator", "epoch", "inside")
 
-    def __init__(self, part: Part, epoch: int) -> None:
+    def __init__(self, part: Part, epoch: int, rooms: Rooms) -> None:
         self.epoch = epoch
         self.inside = 0
-        self.accumulator = PartAccumulator(part.numel, part.dtype, part.rule)
+        self.accumulator = PartAccumulator(part.numel, part.dtype, part.rule, room=rooms.take)
+
+
+class Result(NamedTuple):
+    """What we made of a part: its payload, a mask of who is inside, and the payload's crc32, which
+    is not computed again for each member that it goes to."""
+
+    payload: Tensor
+    inside: int
+    epoch: int
+    crc: int
 
 
 class Reducer:
@@ -41,17 +52,19 @@ class Reducer:
         self._auditor = auditor
         # Keyed by part, touched under the part's lock, and filled as parts come.
         self._open: dict[int, _Open] = {}
-        self._payloads: dict[int, tuple[Tensor, int, int]] = {}  # results, who is in them, epoch
+        self._results: dict[int, Result] = {}
 
-    def add(self, sender: int, part: Part, epoch: int, values: Tensor) -> None:
-        """A checked contribution; dropped if its part was closed or barred while it was decoded."""
+    def add(self, sender: int, part: Part, epoch: int, values: Tensor, *, small: bool) -> None:
+        """A checked contribution; dropped if its part was closed or barred while it was decoded.
+        `small` as for accumulators."""
         shared = self._shared
         with shared.lock(part.index):
             if shared.closed or not shared.ledger.is_open(part.index, epoch):
                 shared.drop("part_closed")
                 return
             try:
-                self._add(sender, part, epoch, values, shared.group.members[sender].weight)
+                weight = shared.group.members[sender].weight
+                self._add(sender, part, epoch, values, weight, small=small)
             except Exception as error:
                 log.exception("a contribution to part %d could not be added", part.index)
                 self._spoilt(part, epoch, error)
@@ -75,29 +88,38 @@ class Reducer:
                 event = self._no_result(part, epoch, Reason.CODEC, f"averaging: {error}")
             shared.post(event)
 
-    def payload(self, index: int, epoch: int) -> tuple[Tensor, int] | None:
-        """Our result of that epoch, and a mask of who is inside."""
-        stored = self._payloads.get(index)
-        return stored[:2] if stored is not None and stored[2] == epoch else None
+    def result(self, index: int, epoch: int) -> Result | None:
+        """Our result of that epoch."""
+        stored = self._results.get(index)
+        return stored if stored is not None and stored.epoch == epoch else None
 
     def barred(self, index: int, epoch: int) -> None:
         """Lock held: what is below this epoch will never be asked for again."""
         opened = self._open.get(index)
         if opened is not None and opened.epoch < epoch:
             del self._open[index]
-        stored = self._payloads.get(index)
-        if stored is not None and stored[2] < epoch:
-            del self._payloads[index]
+        stored = self._results.get(index)
+        if stored is not None and stored.epoch < epoch:
+            del self._results[index]
 
     def clear(self) -> None:
         self._open.clear()
-        self._payloads.clear()
+        self._results.clear()
 
-    def _add(self, sender: int, part: Part, epoch: int, values: Tensor, weight: float) -> None:
+    def _add(
+        self,
+        sender: int,
+        part: Part,
+        epoch: int,
+        values: Tensor,
+        weight: float,
+        *,
+        small: bool = False,
+    ) -> None:
         opened = self._open.get(part.index)
         if opened is None or opened.epoch != epoch:
-            opened = self._open[part.index] = _Open(part, epoch)
-        opened.accumulator.add(values, weight)
+            opened = self._open[part.index] = _Open(part, epoch, self._shared.rooms)
+        opened.accumulator.add(values, weight, small=small)
         opened.inside |= 1 << sender
 
     def _spoilt(self, part: Part, epoch: int, error: Exception) -> None:
@@ -132,7 +154,7 @@ class Reducer:
         crc = shared.made[part.index] = zlib.crc32(bytes_of(payload))
         shared.put_in_place(part, values, Held(part.index, epoch, opened.inside, crc))
         self._auditor.placed(part, values)
-        self._payloads[part.index] = (payload, opened.inside, epoch)
+        self._results[part.index] = Result(payload, opened.inside, epoch, crc)
         return Averaged(shared.group_id, part.index, members_in(opened.inside), crc, epoch)
 
     def _encoded(self, part: Part, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +165,7 @@ class Reducer:
         if codec is RAW:
             shared.encode(part, mean, untyped(mean), result=True)
             return untyped(mean), mean
-        payload = fresh(codec.payload_bytes(part.numel, part.dtype))
+        payload = shared.rooms.take(codec.payload_bytes(part.numel, part.dtype))
         values = shared.scratch.take("mean", numel=part.numel, dtype=part.dtype)
         shared.encode(part, mean, payload, result=True, decoded=values)
         return payload, values

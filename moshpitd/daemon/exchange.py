@@ -43,6 +43,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.soundness import MAX_NORM
 from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import AUTO, Choice, Choices, group_codec
 from moshpitd.daemon.edges import EdgePlane
 from moshpitd.daemon.intake import Intake
 from moshpitd.daemon.ongoing import Ongoing, run_hash
@@ -62,12 +63,16 @@ from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
-from moshpitd.tensors.mapped import Scratch
+from moshpitd.tensors.mapped import Rooms, Scratch
 from moshpitd.tensors.reduction import examine
 
 log = logging.getLogger(__name__)
 
 AVERAGING_THREADS = min(4, os.cpu_count() or 1)  # bound by memory, and links want cores too
+
+# What waits for the next round: all that a quarter of a 100 MB bucket needs in float16, and most of
+# what one of 400 MB does. It is memory that an idle daemon keeps, so not more.
+ROOMS_BYTES = 32 << 20
 
 
 class Exchange:
@@ -97,6 +102,7 @@ class Exchange:
         self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._scratch = Scratch()
+        self._rooms = Rooms(keep_bytes=ROOMS_BYTES)
         self._intake = Intake(self._drop, partial(self._submit, self._averaging))
         self._lock = threading.Lock()  # guards the runs and what is in them
         self._runs: dict[str, Ongoing] = {}
@@ -135,7 +141,7 @@ class Exchange:
     ) -> None:
         """`codec` is only checked (ConfigError): what is used is the codec of each group.
         `feedback` overrides the node's `error_feedback` for this run."""
-        codec_for(codec, "float32")
+        codec_for(group_codec(codec), "float32")
         snapshots = Snapshots(
             layout,
             run_hash=run_hash(name),
@@ -148,7 +154,8 @@ class Exchange:
                 raise LocalProtocolError(f"run {name!r} exists")
             fed = self._error_feedback if feedback is None else feedback
             residuals = Residuals(layout) if fed else None
-            self._runs[name] = Ongoing(name, layout, snapshots, residuals)
+            choices = Choices() if codec == AUTO else None
+            self._runs[name] = Ongoing(name, layout, snapshots, residuals, choices)
         self._intake.add_run(run_hash(name))
 
     def remove_run(self, name: str) -> None:
@@ -219,6 +226,11 @@ class Exchange:
         """Memory of what is owed to later rounds, and of what may be: "sender" and "reducer"."""
         residuals = self._run(name).residuals
         return {} if residuals is None else residuals.nbytes
+
+    def choices(self, name: str) -> Mapping[str, Choice]:
+        """How contributions travelled last, by peer; empty unless the run's codec is "auto"."""
+        choices = self._run(name).choices
+        return {} if choices is None else choices.made()
 
     @property
     def residuals_dropped(self) -> Counter[str]:
@@ -304,11 +316,13 @@ class Exchange:
                 run_hash=run_hash(run.name),
                 buckets=run.buckets,
                 scratch=self._scratch,
+                rooms=self._rooms,
                 post=partial(self._post, run.name),
                 drop=self._drop,
                 timed=self._timed,
                 owed=run.owed,
                 residuals=run.residuals,
+                choices=run.choices,
             )
         except ConfigError as error:  # the group, made elsewhere, names a codec we do not have
             log.error("run %s: a round cannot be opened: %s", run.name, error)
@@ -332,12 +346,10 @@ class Exchange:
         current = run.rounds.get(effect.group_id)
         if current is None or self._pacer is None:
             return
-        self._pacer.put(
-            current.group.members[effect.to].peer_id,
-            effect.group_id,
-            current.frames(effect),
-            priority=ROUND_PRIORITY,
-        )
+        to = current.group.members[effect.to].peer_id
+        takes = self._links.takes(to) if self._links is not None and run.choices else None
+        frames = current.frames(effect, takes=takes)
+        self._pacer.put(to, effect.group_id, frames, priority=ROUND_PRIORITY)
 
     def _average(self, run: Ongoing, effect: Average) -> None:
         current = run.rounds.get(effect.group_id)
@@ -426,25 +438,6 @@ class Exchange:
             for nonce in run.snapshots.transfers_with(peer_id):
                 run.snapshots.fail(nonce, Reason.LINK_LOST)
                 self._intake.shut(nonce)
-
-    def runs_with(self, peer_id: str) -> list[str]:
-        """Runs that have an open round or transfer with that peer."""
-        with self._lock:
-            runs = list(self._runs.values())
-            busy = [
-                run.name
-                for run in runs
-                if any(
-                    member.peer_id == peer_id
-                    for current in run.rounds.values()
-                    for member in current.group.members
-                )
-            ]
-        return busy + [
-            run.name
-            for run in runs
-            if run.name not in busy and run.snapshots.transfers_with(peer_id)
-        ]
 
     def on_send_failed(self, peer_id: str, header: Header, error: Exception) -> None:
         """A payload function raised: on purpose, or the frame does not fit."""

@@ -8,6 +8,7 @@ are translated here and nowhere else (`observe`); the rest of the daemon calls t
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -16,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from moshpitd.core.effects import Note
 from moshpitd.core.outcome import Reason, Status
+from moshpitd.daemon.choosing import Choice
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 OTHER: Final = "other"
@@ -38,6 +40,7 @@ class NodeMetrics:
     def __init__(self, version: str) -> None:
         self.registry = CollectorRegistry()
         self._runs: set[str] = set()
+        self._choices: dict[str, set[tuple[str, str]]] = {}  # what was told of each run
         self._observers: Mapping[str, Callable[[str, Note], None]] = self._table()
         own = self.registry
 
@@ -91,6 +94,13 @@ class NodeMetrics:
         self.residual_parts_dropped = gauge(
             "moshpit_residual_parts_dropped",
             "Parts whose residual was given up since the start: half a step of the codec each.",
+            "reason",
+        )
+        self.contribution_links = gauge(
+            "moshpit_contribution_links",
+            "Links by the codec that contributions travelled with last, for runs with codec auto.",
+            "run",
+            "codec",
             "reason",
         )
         self.link_rate = gauge(
@@ -197,6 +207,14 @@ class NodeMetrics:
         """`sides`: sender, reducer."""
         for side, nbytes in sides.items():
             self.residual_bytes.labels(self._run(run), side).set(nbytes)
+
+    def set_choices(self, run: str, choices: Iterable[Choice]) -> None:
+        """Links by codec and reason; nothing for a run that does not choose."""
+        counts = Tally((one.codec, one.reason) for one in choices)
+        known = self._choices.setdefault(self._run(run), set())
+        known.update(counts)
+        for codec, reason in known:
+            self.contribution_links.labels(self._run(run), codec, reason).set(counts[codec, reason])
 
     def set_residual_parts_dropped(self, reasons: Mapping[str, int]) -> None:
         """`reasons`: snapshot, run_ended, withdrawn, not_finite."""

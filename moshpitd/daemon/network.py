@@ -210,6 +210,23 @@ class Network:
         down = [one.down_bytes_per_s for one in stats if one.down_bytes_per_s is not None]
         return median(up) if up else None, median(down) if down else None
 
+    def link_lines(self) -> list[dict[str, Any]]:
+        """The fields of LinkLine for every link that stands."""
+        return [
+            {
+                "peer_id": one.peer_id,
+                "cipher": one.cipher,
+                "integrity": one.sealed,
+                "flows": one.flows,
+                "bytes_sent": one.bytes_out,
+                "bytes_received": one.bytes_in,
+                "rtt_s": one.rtt_s or 0.0,
+                "up_bytes_per_s": one.up_bytes_per_s or 0.0,
+                "down_bytes_per_s": one.down_bytes_per_s or 0.0,
+            }
+            for one in self._links.stats()
+        ]
+
     def moved(self) -> dict[Moved, int]:
         """Bytes of the bulk links so far, by run hash, kind and direction."""
         return self._links.moved()

@@ -24,6 +24,7 @@ from moshpitd.daemon.addresses import join_string
 from moshpitd.daemon.api import ApiServer
 from moshpitd.daemon.buffers import sweep
 from moshpitd.daemon.carried import Carried
+from moshpitd.daemon.choosing import group_codec
 from moshpitd.daemon.claims import Claims, claim
 from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.exchange import Exchange
@@ -260,7 +261,7 @@ class Node:
         """The run of that name, made at its first trainer, whose `codec` it keeps (empty: that of
         the settings, and with it their error feedback)."""
         run = self.runs.get(checked_run_name(name))
-        check_codec(name, codec, "" if run is None else run.driver.peer.codec)
+        check_codec(name, codec, "" if run is None else run.codec)
         if run is not None:
             return run
         if self.draining.is_set():
@@ -278,7 +279,7 @@ class Node:
             self.peer_id,
             random.Random(),
             run=name,
-            codec=codec or averaging.codec,
+            codec=group_codec(codec or averaging.codec),
             sequence=int(time.time() * 1000),
         )
         driver = Driver(peer, self)
@@ -391,6 +392,7 @@ class Node:
             "link_address": links[0] if links else "",
             "bytes_sent": self._bytes[0],
             "bytes_received": self._bytes[1],
+            "links": network.link_lines() if network is not None else [],
         }
 
     def _all_warnings(self) -> list[str]:
@@ -436,6 +438,7 @@ class Node:
                 self.metrics.set_trainers(run.name, len(run.trainers))
                 self.metrics.set_peers(run.name, peer_counts(run))
                 self.metrics.set_residual_bytes(run.name, run.residual_bytes())
+                self.metrics.set_choices(run.name, run.choices().values())
                 peer = run.driver.peer
                 median, _ = peer.state.swarm.median_version(
                     peer.version, peer.lineage, peer.record.schema

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moshpitd.daemon.accumulate import Round
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import Choices
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.net.frames import RUN_BYTES
 from moshpitd.tensors.deviation import Owed
@@ -27,6 +28,7 @@ class Ongoing:
     layout: Layout
     snapshots: Snapshots
     residuals: Residuals | None  # what codecs took away; None: every average rounds for good
+    choices: Choices | None = None  # how contributions travel, where the run's codec is "auto"
     owed: Owed = field(default_factory=Owed)  # how much the others' may be, for audits
     buckets: dict[str, Bucket] = field(default_factory=dict)
     rounds: dict[bytes, Round] = field(default_factory=dict)

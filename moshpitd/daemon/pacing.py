@@ -46,6 +46,10 @@ class Links(Protocol):
 
     def discard(self, group: bytes) -> int: ...
 
+    def takes(self, peer_id: str) -> float | None:
+        """Bytes per second that the link takes while payloads are handed to it; None: unknown."""
+        ...
+
     def ping(self, peer_id: str) -> None:
         """Ask for a round trip; TransportError or LocalProtocolError where that cannot be."""
         ...

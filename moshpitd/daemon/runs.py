@@ -36,6 +36,7 @@ from moshpitd.core.handover import dependants
 from moshpitd.core.neighbours import most_neighbours
 from moshpitd.core.outcome import Outcome, Status
 from moshpitd.daemon.buffers import Bucket, create_bucket
+from moshpitd.daemon.choosing import Choice
 from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.edges import EdgePlane
 from moshpitd.daemon.history import History, RoundLine
@@ -81,6 +82,7 @@ class Store(Protocol):
     def set_state(self, name: str, state: bytes) -> None: ...  # blocks
     def state(self, name: str) -> bytes: ...
     def residual_bytes(self, name: str) -> Mapping[str, int]: ...
+    def choices(self, name: str) -> Mapping[str, Choice]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,15 @@ class Run:
     def residual_bytes(self) -> Mapping[str, int]:
         """Memory of the run's residuals, by the side that keeps them: sender, reducer."""
         return self._ground.exchange.residual_bytes(self.name) if self.layout is not None else {}
+
+    @property
+    def codec(self) -> str:
+        """As it was asked for: "auto", or what all values of the group travel with."""
+        return self._ground.codec
+
+    def choices(self) -> Mapping[str, Choice]:
+        """How contributions travelled last, by peer, where the codec is "auto"."""
+        return self._ground.exchange.choices(self.name) if self.layout is not None else {}
 
     def noted(self, note: Note) -> RoundLine | None:
         """A note of the core; the finished line when it ends a round."""

@@ -16,10 +16,12 @@ from moshpitd.core.events import PartFailed
 from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.auditing import Auditor
+from moshpitd.daemon.averaging import Result
 from moshpitd.daemon.pacing import Frame, Skipped
 from moshpitd.daemon.shared import Shared, encode_failure
 from moshpitd.net.frames import FrameKind
-from moshpitd.tensors.codecs import RAW
+from moshpitd.tensors.codecs import RAW, Codec
+from moshpitd.tensors.feedback import LOSSY_DTYPE
 from moshpitd.tensors.layout import Part
 from moshpitd.tensors.mapped import Tensor, bytes_of, tensor_of
 
@@ -33,32 +35,46 @@ class Sender:
     def __init__(
         self,
         shared: Shared,
-        payload_of: Callable[[int, int], tuple[Tensor, int] | None],
+        result_of: Callable[[int, int], Result | None],
         auditor: Auditor,
     ) -> None:
-        """`payload_of(part, epoch)`: our stored result of that epoch, and who is inside."""
+        """`result_of(part, epoch)`: our stored result of that epoch."""
         self._shared = shared
         self._auditor = auditor
-        self._payload_of = payload_of
+        self._result_of = result_of
+        self._sent_as: dict[int, Codec] = {}  # part -> what its contribution travels with
 
-    def push(self, parts: Iterable[int], *, result: bool, epoch: int) -> Iterator[Frame]:
-        """The frames of a push, made one by one as the link gets to them.
+    def push(
+        self,
+        parts: Iterable[int],
+        *,
+        result: bool,
+        epoch: int,
+        to: str = "",
+        takes: float | None = None,
+    ) -> Iterator[Frame]:
+        """The frames of a push, made one by one as the link gets to them. `takes`: bytes per second
+        of the link to the peer `to`, for a run that chooses between raw and coded.
 
         Parts go in ascending order to every member: then all senders reach a reducer's first part
         first, it is averaged while the others still travel, and few accumulators are open at once.
         """
         shared = self._shared
+        raw = not result and self._raw_is_faster(to, takes)
         for part in self._known(parts):
             code = shared.codecs[part.dtype].code
             if not result:
-                header = shared.header(FrameKind.CONTRIBUTION, part.index, epoch=epoch, codec=code)
-                yield header, partial(self._contribution, part, epoch)
-            elif (stored := self._payload_of(part.index, epoch)) is not None:
-                payload, inside = stored
+                codec = self._codec(part, raw=raw)
                 header = shared.header(
-                    FrameKind.RESULT, part.index, epoch=epoch, codec=code, contributors=inside
+                    FrameKind.CONTRIBUTION, part.index, epoch=epoch, codec=codec.code
                 )
-                yield header, partial(self._result, part, epoch, payload)
+                yield header, partial(self._contribution, part, epoch, codec)
+            elif (stored := self._result_of(part.index, epoch)) is not None:
+                header = shared.header(
+                    FrameKind.RESULT, part.index,
+                    epoch=epoch, codec=code, contributors=stored.inside, crc=stored.crc,
+                )  # fmt: skip
+                yield header, partial(self._result, part, epoch, stored.payload)
 
     def hand_over(self, parts: Iterable[int], *, epoch: int) -> Iterator[Frame]:
         """The results in our bucket, as values: of most we never had a payload, or not any more."""
@@ -79,7 +95,24 @@ class Sender:
             if 0 <= index < len(every) and not self._shared.closed:
                 yield every[index]
 
-    def _contribution(self, part: Part, epoch: int, room: memoryview) -> memoryview:
+    def _raw_is_faster(self, to: str, takes: float | None) -> bool:
+        choices, codec = self._shared.choices, self._shared.codecs.get(LOSSY_DTYPE)
+        if choices is None or codec is None or codec is RAW:
+            return False
+        sizes = [part.numel for part in self._shared.layout.parts if part.dtype == LOSSY_DTYPE]
+        usual = max(sizes, default=0)
+        ratio = codec.payload_bytes(usual, LOSSY_DTYPE) / max(
+            1, RAW.payload_bytes(usual, LOSSY_DTYPE)
+        )
+        return choices.make(to, codec.name, ratio, link=takes).codec == RAW.name
+
+    def _codec(self, part: Part, *, raw: bool) -> Codec:
+        """How a part's contribution travels in this round: as when it was first sent, whoever it
+        goes to now, or two reducers would have different values of us and one residual for both."""
+        usual = self._shared.codecs[part.dtype]
+        return self._sent_as.setdefault(part.index, RAW if raw else usual)
+
+    def _contribution(self, part: Part, epoch: int, codec: Codec, room: memoryview) -> memoryview:
         """Encode our values of a part into the link's memory, or say why nothing is sent."""
         shared = self._shared
         with shared.lock(part.index):
@@ -95,17 +128,17 @@ class Sender:
             if failure is None:
                 try:
                     values = shared.local.contribution(part)
-                    size = shared.encode(part, values, tensor_of(room), result=False)
+                    size = shared.encode(part, values, tensor_of(room), result=False, codec=codec)
                     failure = shared.local.unusable()
                     feedback = shared.feedback(part, result=False)
                     if failure is not None and feedback is not None:
                         feedback.withdraw(part)
                 except Exception as error:  # any failure of a codec costs this part, not the link
-                    failure = encode_failure(shared.codecs[part.dtype], error)
+                    failure = encode_failure(codec, error)
             if failure is not None:
                 shared.post(PartFailed(shared.group_id, part.index, *failure, epoch=epoch))
                 raise Skipped
-            self._auditor.keep(part, shared.codecs[part.dtype], tensor_of(room[:size]))
+            self._auditor.keep(part, codec, tensor_of(room[:size]))
         shared.count(sent=size)
         return room[:size]
 

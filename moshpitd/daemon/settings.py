@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from moshpitd.core.params import Params
 from moshpitd.daemon.addresses import Finding, address_warnings, parse_host_port, parse_multiaddr
+from moshpitd.daemon.choosing import group_codec
 from moshpitd.daemon.settings_sources import Misfit, Origin, Source, environment, refusal, toml_file
 from moshpitd.errors import ConfigError
 from moshpitd.rpc.channel import MAX_SOCKET_BYTES, default_socket
@@ -146,11 +147,13 @@ class _AveragingOwn(_Section):
 
     codec: Literal[
         "float32", "float16", "bfloat16", "int8", "int4", "minmax-uint8", "qsgd", "natural",
-        "nuqsgd", "bagua-minmax-uint8", "top-k", "rand-k", "sign-l1", "sign-rms",
+        "nuqsgd", "bagua-minmax-uint8", "top-k", "rand-k", "sign-l1", "sign-rms", "auto",
     ] = "float16"  # fmt: skip
     """How float32 values travel; all others travel as they are. float16 takes half of the bytes,
-    and what it rounds away comes with the next average. Those from nuqsgd on need
-    allow_no_error_feedback: averaged parameters would differ from the mean by their own size."""
+    and what it rounds away comes with the next average. Those from nuqsgd to sign-rms need
+    allow_no_error_feedback: averaged parameters would differ from the mean by their own size.
+    auto: averages travel as float16, contributions as float16 or raw, whichever is faster by what
+    was measured of each link; `status` says which and why. It and float16 may meet in one run."""
     error_feedback: bool = True
     """Keep what the codec took away and add it in the next round, both where values are sent and
     where they are averaged. Takes memory of up to twice the parameters. Without it every average
@@ -353,7 +356,7 @@ class Settings(BaseSettings):
             )
 
     def _check_codec(self) -> None:
-        codec, averaging = self.averaging.codec, self.averaging
+        codec, averaging = group_codec(self.averaging.codec), self.averaging
         if codec == LOSSLESS or averaging.allow_no_error_feedback:
             return
         beside = "or averaging.allow_no_error_feedback = true beside it"

@@ -17,6 +17,7 @@ from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
 from moshpitd.core.succession import Succession
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import Choices
 from moshpitd.daemon.ledger import Ledger
 from moshpitd.daemon.local import LocalValues
 from moshpitd.errors import LocalProtocolError, TrainerError
@@ -24,7 +25,7 @@ from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec, codec_for
 from moshpitd.tensors.feedback import LOSSY_DTYPE, ErrorFeedback, Residuals, feeds
 from moshpitd.tensors.layout import Layout, Part
-from moshpitd.tensors.mapped import Scratch, Tensor
+from moshpitd.tensors.mapped import Rooms, Scratch, Tensor
 
 # Two parts share a lock only by chance; a lock per part would be 100,000 of them in a large model.
 LOCKS = 64
@@ -41,10 +42,12 @@ class Shared:
         run_hash: bytes,
         buckets: Mapping[str, Bucket],
         scratch: Scratch,
+        rooms: Rooms,
         post: Callable[[Event], None],
         drop: Callable[[str], None],
         timed: Callable[[str, str, float], None],
         residuals: Residuals | None = None,
+        choices: Choices | None = None,
     ) -> None:
         if len(opened.reducers) != len(layout.parts):
             raise LocalProtocolError(
@@ -63,6 +66,8 @@ class Shared:
         )
         self.ledger = Ledger(Succession(opened.group, opened.reducers), opened.index)
         self.scratch = scratch
+        self.rooms = rooms
+        self.choices = choices  # None: contributions travel with the group's codec
         self.drop = drop
         self.closed = False
         self.bytes_sent = 0
@@ -88,11 +93,18 @@ class Shared:
             self.bytes_received += received
 
     def header(
-        self, kind: FrameKind, part: int, *, epoch: int, codec: int, contributors: int = 0
+        self,
+        kind: FrameKind,
+        part: int,
+        *,
+        epoch: int,
+        codec: int,
+        contributors: int = 0,
+        crc: int = 0,
     ) -> Header:
         return Header(
             kind, self.run_hash, self.group_id, part,
-            epoch=epoch, codec=codec, contributors=contributors,
+            epoch=epoch, codec=codec, contributors=contributors, crc=crc,
         )  # fmt: skip
 
     def feedback(self, part: Part, *, result: bool) -> ErrorFeedback | None:
@@ -109,10 +121,11 @@ class Shared:
         *,
         result: bool,
         decoded: Tensor | None = None,
+        codec: Codec | None = None,
     ) -> int:
-        """Of the group, the part and us only, not of the epoch: a repeat is the same bytes.
-        `decoded` is filled with what the others will decode."""
-        codec = self.codecs[part.dtype]
+        """Of the group, the part, the codec and us only, not of the epoch: a repeat is the same
+        bytes. `decoded` is filled with what the others will decode; `codec` None: the group's."""
+        codec = codec or self.codecs[part.dtype]
         feedback = self.feedback(part, result=result)
         seed = seed_of(self.group_id, part.index, self.index, result=result)
         began = time.perf_counter()
@@ -126,7 +139,10 @@ class Shared:
             size = codec.encode(values, out, seed=seed)
             if decoded is not None:
                 codec.decode(out[:size], decoded)
-        self._timed(codec.name, "encode", time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._timed(codec.name, "encode", seconds)
+        if self.choices is not None and part.dtype == LOSSY_DTYPE:
+            self.choices.encoded(codec.name, part.nbytes, seconds)
         return size
 
     def decode(self, part: Part, payload: Tensor, out: Tensor) -> None:

@@ -18,6 +18,7 @@ from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.topologies import NAMES
 from moshpitd.daemon.buffers import Bucket
+from moshpitd.daemon.choosing import AUTO
 from moshpitd.errors import TrainerError
 from moshpitd.rpc.status import refusal
 from moshpitd.tensors.codecs import CODECS
@@ -167,9 +168,10 @@ def checked_run_name(name: str) -> str:
 
 def check_codec(run: str, codec: str, known: str) -> None:
     """A run has one codec. Empty asks for none; `known` is empty while the run does not exist."""
-    if codec and codec not in CODECS:
+    if codec and codec not in (*CODECS, AUTO):
         raise refusal(
-            "codec_refused", f"run {run!r}: codec {codec[:40]!r}, expected {', '.join(CODECS)}"
+            "codec_refused",
+            f"run {run!r}: codec {codec[:40]!r}, expected {', '.join((*CODECS, AUTO))}",
         )
     if codec and known and codec != known:
         raise refusal(

@@ -26,7 +26,7 @@ def run_view(run: Run) -> dict[str, Any]:
         "grid": list(peer.shape),
         "coordinates": list(peer.coordinates),
         "schema": layout.schema_digest.hex() if layout is not None else "",
-        "codec": peer.codec,
+        "codec": run.codec,
         "last_outcome": _outcome(lines[-1]) if lines else "",
         "rounds_complete": outcomes[Status.COMPLETE],
         "rounds_partial": outcomes[Status.PARTIAL],
@@ -34,6 +34,10 @@ def run_view(run: Run) -> dict[str, Any]:
         "rounds_failed": outcomes[Status.FAILED],
         "founder": peer.lineage.founder,
         "residual_bytes": sum(run.residual_bytes().values()),
+        "contributions": [
+            {"peer_id": peer_id, "codec": one.codec, "reason": one.reason, "detail": one.detail}
+            for peer_id, one in run.choices().items()
+        ],
         "parameters": sum(spec.numel for spec in layout.specs) if layout is not None else 0,
     }
 

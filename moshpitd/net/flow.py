@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -45,7 +46,9 @@ class FlowOwner(Protocol):
 
     def pong(self, sent_ns: int) -> None: ...
 
-    def sent(self, header: Header, payload_bytes: int) -> None: ...
+    def sent(self, header: Header, payload_bytes: int, seconds: float) -> None:
+        """`seconds`: from the first byte until the kernel had taken the last."""
+        ...
 
     def flow_ended(self, flow: Flow, reason: str | None) -> None:
         """`reason` None: orderly. Called once per flow."""
@@ -223,11 +226,12 @@ class Flow:
             self._owner.send_failed(waiting.header, error)
             return
         self._busy = True
+        began = time.perf_counter()
         self._channel.send(
             waiting.header, payload, aside=lambda: self._outbox.take_urgent(self._owner)
         )
         self._busy = False
-        self._owner.sent(waiting.header, len(payload))
+        self._owner.sent(waiting.header, len(payload), time.perf_counter() - began)
 
     def _thread_ended(self) -> None:
         with self._lock:

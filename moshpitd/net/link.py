@@ -16,7 +16,7 @@ from moshpitd.net.channel import Channel
 from moshpitd.net.flow import REMOVED, Counts, Flow
 from moshpitd.net.frames import Header
 from moshpitd.net.greeting import Hello, Security
-from moshpitd.net.meter import Rate
+from moshpitd.net.meter import Rate, Taking
 from moshpitd.net.outbox import Outbox
 
 
@@ -91,11 +91,13 @@ class LinkOwner(Protocol):
 @dataclass(frozen=True, slots=True)
 class LinkStats:
     """Counters of one link. `rtt_s` is None until a ping came back, the rates (bytes per second
-    while busy) until enough was moved; `dialled` says by which side."""
+    while busy) until enough was moved; `dialled` says by which side. `sealed`: TLS keeps every byte
+    from being read or changed on its way, with `cipher`; without it nothing does."""
 
     peer_id: str
     dialled: bool
     sealed: bool
+    cipher: str
     flows: int
     age_s: float
     bytes_in: int
@@ -135,6 +137,8 @@ class Link:
         self.sealed = hello.security == Security.TLS
         self.rtt_s: float | None = None
         self.up, self.down = Rate(), Rate()
+        self.taking = Taking()
+        self.cipher = ""
         self._outbox = outbox
         self._owner = owner
         self._since = time.monotonic()
@@ -148,6 +152,7 @@ class Link:
         self, channel: Channel, number: int, spawn: Callable[[str, Callable[[], None]], None]
     ) -> bool:
         """Start a flow on this channel; False if the link takes none any more."""
+        self.cipher = channel.stream.cipher
         flow = Flow(channel, number, peer_id=self.peer_id, outbox=self._outbox, owner=self)
         with self._lock:
             if self._over or any(one.number == number for one in self._flows):
@@ -210,6 +215,12 @@ class Link:
         return min((flow.round_trip_s() for flow in flows), default=0.0)
 
     @property
+    def takes_bytes_per_s(self) -> float | None:
+        """What all flows together take while they are handed payloads."""
+        rate = self.taking.rate
+        return None if rate is None else rate * max(1, self.width)
+
+    @property
     def bytes_heard(self) -> int:
         """What came from the peer so far, also of frames that are still being read."""
         return self._counts().heard
@@ -241,6 +252,7 @@ class Link:
             peer_id=self.peer_id,
             dialled=self.dialled,
             sealed=self.sealed,
+            cipher=self.cipher,
             flows=self.width,
             age_s=time.monotonic() - self._since,
             bytes_in=counts.bytes_in,
@@ -256,7 +268,8 @@ class Link:
     def frame_arrived(self, header: Header, payload: memoryview) -> None:
         self._owner.frame_arrived(self, header, payload)
 
-    def sent(self, header: Header, payload_bytes: int) -> None:
+    def sent(self, header: Header, payload_bytes: int, seconds: float) -> None:
+        self.taking.add(payload_bytes, seconds)
         self._owner.frame_sent(self, header, payload_bytes)
 
     def send_failed(self, header: Header, error: Exception) -> None:

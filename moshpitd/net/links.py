@@ -176,6 +176,13 @@ class LinkPool:
             links = list(self._active.values())
         return [link.stats() for link in links]
 
+    def takes(self, peer_id: str) -> float | None:
+        """Bytes per second that the link to this peer takes while payloads are handed to it; None
+        without a link, or before it has carried any."""
+        with self._lock:
+            link = self._active.get(peer_id)
+        return None if link is None else link.takes_bytes_per_s
+
     def rates(self) -> tuple[float | None, float | None]:
         """(up, down) in bytes per second: the most that all links together were seen to carry
         lately; None until enough was moved."""

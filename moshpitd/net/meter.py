@@ -26,6 +26,12 @@ SAMPLE_BYTES_MIN = 1 << 20
 KEEP_BUSY_S = 60.0
 # How much of the difference each new sample moves the value: one odd sample moves it half way.
 SMOOTHING = 0.5
+# A payload below this fits what the kernel takes without waiting, and so tells nothing of the line.
+TAKEN_BYTES_MIN = 64 << 10
+# Weight of what was seen before at each payload: the last fifty or so count, 25 MB in parts of the
+# usual size. The first ten after a pause may only fill the buffers of both kernels: with a memory
+# of ten a busy loopback looked so fast that codec auto sent two thirds of its contributions raw.
+TAKEN_MEMORY = 0.98
 
 
 class Rate:
@@ -34,22 +40,35 @@ class Rate:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._then: tuple[float, int] | None = None
+        self._then: tuple[float, int] | None = None  # the look before, if it found us busy
+        self._last: tuple[float, int] | None = None  # the look before
+        self._sampled = False  # in this busy time
         self._samples: deque[tuple[float, float]] = deque()  # (seconds, rate)
         self._kept_s = 0.0
 
     def look(self, now: float, delivered: int, *, busy: bool) -> None:
         """At `now`, `delivered` bytes had arrived in all; `busy`: more are on their way."""
         then, self._then = self._then, (now, delivered) if busy else None
-        if then is None:
+        last, self._last = self._last, (now, delivered)
+        if then is None or not busy:  # it began or ended somewhere in between: nobody knows when
+            if not self._sampled and last is not None:
+                self._at_least(now - last[0], delivered - last[1])
+            self._sampled = self._sampled and busy
             return
         seconds, count = now - then[0], delivered - then[1]
-        if not busy:
-            return  # it ended somewhere in between: nobody knows when
         if count < SAMPLE_BYTES_MIN or seconds <= 0:
             self._then = then  # too little to tell: the sample grows
             return
+        self._sampled = True
         self._take(seconds, count / seconds)
+
+    def _at_least(self, seconds: float, count: int) -> None:
+        """All of it may have come in less time, so it can only raise what is known. Without this a
+        peer whose first round was slow is given less to do, has done it between two looks ever
+        after, and would stay slow for good."""
+        enough = count >= SAMPLE_BYTES_MIN and seconds > 0
+        if enough and self.value is not None and count / seconds > self.value:
+            self._take(seconds, count / seconds)
 
     def _take(self, seconds: float, rate: float) -> None:
         self._samples.append((seconds, rate))
@@ -58,6 +77,25 @@ class Rate:
             self._kept_s -= self._samples.popleft()[0]
         seen = max(rate for _, rate in self._samples)
         self.value = seen if self.value is None else self.value + SMOOTHING * (seen - self.value)
+
+
+class Taking:
+    """How fast one flow takes payloads, encryption included and the making of payloads left out.
+    Unlike `Rate` it says what a slow encoder does not use. Threads that add at the same moment may
+    lose one sample of many; None before the first payload that is large enough."""
+
+    def __init__(self) -> None:
+        self._sum = (0.0, 0.0)  # bytes, seconds
+
+    def add(self, count: int, seconds: float) -> None:
+        if count >= TAKEN_BYTES_MIN:
+            old, spent = self._sum
+            self._sum = (old * TAKEN_MEMORY + count, spent * TAKEN_MEMORY + seconds)
+
+    @property
+    def rate(self) -> float | None:
+        count, seconds = self._sum
+        return count / seconds if seconds > 0 else None
 
 
 def unacknowledged(descriptor: int) -> int:

@@ -40,6 +40,11 @@ class Stream(Protocol):
     sealed: bool
     """Every byte is authenticated by the stream itself."""
 
+    @property
+    def cipher(self) -> str:
+        """What does it; empty if nothing does."""
+        ...
+
     def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
         """Fill the view; less only at the end of the stream. `timeout_s` bounds each wait."""
         ...
@@ -140,6 +145,7 @@ class PlainStream:
     """The socket as it is. `ahead` was read before this was made and comes first."""
 
     sealed = False
+    cipher = ""
 
     def __init__(self, wire: Wire, ahead: bytes = b"") -> None:
         self.wire = wire
@@ -185,6 +191,11 @@ class TlsStream:
         if it sent none. Raises ssl.SSLError, Silent and LinkBroken."""
         self._converse(self._tls.do_handshake, timeout_s)
         return self._tls.getpeercert(binary_form=True) or b""
+
+    @property
+    def cipher(self) -> str:
+        chosen = self._tls.cipher()
+        return chosen[0] if chosen is not None else ""
 
     def strip(self, timeout_s: float) -> PlainStream:
         """Leave TLS where both sides say so: each sends its closing alert, authenticated, and what

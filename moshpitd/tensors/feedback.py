@@ -95,13 +95,9 @@ class ErrorFeedback:
         where = 0 if at == _ZERO else 1 - at
         left, added = self._slot(part, where), None if at == _ZERO else self._slot(part, at)
         try:
-            if decoded is None:
-                size = codec.encode_fed(values, payload, added=added, left=left, seed=seed)
-            else:
-                c = values if added is None else torch.add(values, added, out=left)
-                size = codec.encode(c, payload, seed=seed)
-                codec.decode(payload[:size], decoded)
-                torch.sub(c, decoded, out=left)
+            size = codec.encode_fed(
+                values, payload, added=added, left=left, seed=seed, decoded=decoded
+            )
         except TrainerError:
             if added is None:
                 raise

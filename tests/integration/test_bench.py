@@ -211,6 +211,13 @@ def test_our_average_is_measured_beside_gloos(tmp_path: Path, room: Path) -> Non
     ours, theirs = (one["median_s"] for one in report["results"])
     assert report["ratios"]["gloo"] == pytest.approx(ours / theirs)
     assert report["results"][0]["told_bytes"] == report["bytes_formula"]
+    memory = report["memory"]
+    for at_rest, most in zip(
+        memory["idle_anonymous_bytes"], memory["peak_anonymous_bytes"], strict=True
+    ):
+        assert 0 < at_rest <= most
+    assert all(0 < seconds < 30 for seconds in memory["status_seconds"])
+    assert [bar["met"] for bar in report["bars"] if bar["what"].startswith("peak memory")] == [True]
 
 
 def test_a_codec_that_does_not_exist_is_refused(room: Path) -> None:

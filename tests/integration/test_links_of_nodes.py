@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moshpitd.rpc.stubs import messages
 from moshpitd.testing import LocalSwarm
 from tests.kit.swarm import Tensors, average, same_bits, trainers, until
 
@@ -59,13 +60,22 @@ async def test_authenticated_links_with_several_flows_average_and_say_what_they_
             warnings = " ".join(swarm.node(index).status()["warnings"])
             assert "links.security is authenticated" in warnings
             assert "nor protected against change" in warnings
+            lines = swarm.node(index).status()["links"]
+            assert [(one["cipher"], one["integrity"], one["flows"]) for one in lines] == [
+                ("", False, 3)
+            ] * 2
 
 
 async def test_the_default_says_nothing_and_every_kind_is_counted() -> None:
     async with LocalSwarm(3, averaging__codec="float32") as swarm:
         await averaged(swarm, "sealed", rounds=2)
         assert "authenticated" not in " ".join(swarm.node(0).status()["warnings"])
-        assert all(one.sealed for one in swarm.node(0)._live()._links.stats())
+        lines = swarm.node(0).status()["links"]
+        assert len(lines) == 2
+        for line in lines:
+            assert line["integrity"]
+            assert line["cipher"].startswith("TLS_")
+            assert line["bytes_sent"] > 0 < line["bytes_received"]
         moved = told(swarm, 0, "moshpit_bytes_total")
         for kind in ("part", "result", "control"):
             for direction in ("sent", "received"):
@@ -75,6 +85,25 @@ async def test_the_default_says_nothing_and_every_kind_is_counted() -> None:
         third = 2 * 4 * COUNT / 3
         sent = moved['moshpit_bytes_total{direction="sent",kind="part",run="sealed"}']
         assert sent == pytest.approx(2 * third, rel=0.25)
+
+
+async def test_codec_auto_says_what_it_chose_and_why() -> None:
+    async with LocalSwarm(3, averaging__codec="auto") as swarm:
+        tensors = [numbers(index) for index in range(3)]
+        async with trainers(swarm, "auto", tensors) as sessions:
+            for _ in range(3):
+                results = await average(swarm, sessions)
+                assert {result.status for result in results} == {"complete"}
+                assert same_bits(tensors)
+            (run,) = swarm.node(0).status()["runs"]
+            assert run["codec"] == "auto"
+            others = {swarm.node(index).peer_id for index in (1, 2)}
+            assert {one["peer_id"] for one in run["contributions"]} == others
+            for one in run["contributions"]:
+                assert one["codec"] in ("float16", "float32")
+                assert one["reason"] in ("coding_pays", "raw_is_faster", "unmeasured")
+                assert one["detail"]
+            messages.StatusReply(**swarm.node(0).status())  # what a client is sent
 
 
 async def test_peers_of_other_security_are_named_in_status() -> None:

@@ -38,7 +38,7 @@ from moshpitd.daemon.buffers import Bucket, create_bucket
 from moshpitd.daemon.exchange import Exchange
 from moshpitd.daemon.pacing import Links, PayloadFunction
 from moshpitd.errors import Unreachable
-from moshpitd.net.frames import Header
+from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.layout import Layout, specs_of
 
 RUN = "run"
@@ -57,6 +57,9 @@ class MemoryLinks:
         self.pinged: list[str] = []
         self.frozen = False  # takes nothing and answers nothing
         self.bytes_in: Counter[str] = Counter()
+        self.rates: dict[str, float] = {}  # what links are said to take
+        self.told: list[tuple[FrameKind, bool]] = []  # what was sent, and whether with its crc32
+        self.codes: Counter[tuple[FrameKind, str, int]] = Counter()  # kind, to whom, codec
         self._world = world
         self._numbers = itertools.count()
         self._queues: dict[str, queue.PriorityQueue[tuple[int, int, object]]] = {}
@@ -90,6 +93,9 @@ class MemoryLinks:
 
     def discard(self, group: bytes) -> int:
         return 0  # what is discarded here skips itself; the real pool's queue is tested on its own
+
+    def takes(self, peer_id: str) -> float | None:
+        return self.rates.get(peer_id)
 
     def ping(self, peer_id: str) -> None:
         self.pinged.append(peer_id)
@@ -133,7 +139,11 @@ class MemoryLinks:
                 self.exchange.on_send_failed(peer_id, header, error)
                 continue
             body[: len(payload)] = payload
-            whole = replace(header, length=len(payload), crc=zlib.crc32(payload))
+            crc = zlib.crc32(payload)
+            self.told.append((header.kind, header.crc == crc))
+            self.codes[header.kind, peer_id, header.codec] += 1
+            assert header.crc in (0, crc), "a crc32 that the sender knows goes out as it is"
+            whole = replace(header, length=len(payload), crc=crc)
             other = self._world[peer_id]
             other.bytes_in[self.peer_id] += len(payload)
             other.exchange.on_frame(self.peer_id, whole, memoryview(body)[: len(payload)])
@@ -240,6 +250,7 @@ def planes(
     make: MakePlane | None = None,
     *,
     feedback: bool = True,
+    codec: str = "float32",
 ) -> Iterator[list[Plane]]:
     """`count` nodes; at the end nothing of them is left: no file, no thread."""
     before = set(threading.enumerate())
@@ -257,7 +268,7 @@ def planes(
 
         exchange, links, addresses = make(number, where, post)
         exchange.use(links)
-        exchange.add_run(RUN, layout, "float32")
+        exchange.add_run(RUN, layout, codec)
         made.append(Plane(exchange, links, layout, own, addresses, news, events=events))
     try:
         yield made

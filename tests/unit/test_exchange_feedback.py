@@ -20,6 +20,7 @@ from moshpitd.core.effects import Average, Bar, Close, LoadSnapshot, Push
 from moshpitd.core.events import Averaged, Barred, PartArrived, ResultArrived
 from moshpitd.core.messages import Group
 from moshpitd.daemon.pacing import Skipped
+from moshpitd.net.frames import FrameKind
 from moshpitd.tensors.codecs import CODECS
 from moshpitd.tensors.feedback import ErrorFeedback, Residuals
 from moshpitd.tensors.layout import Part
@@ -40,6 +41,7 @@ from tests.unit.test_exchange import over_tcp
 from tests.unit.test_exchange_takeover import frame
 
 NUMEL = 6000  # six parts of 4096 bytes: each of three members reduces two
+CONTRIBUTION = FrameKind.CONTRIBUTION
 LOSSY = ["float16", "bfloat16", "int8", "int4", "minmax-uint8", "qsgd", "natural"]
 
 
@@ -165,6 +167,61 @@ def test_a_round_without_loss_pays_what_is_owed(three: list[Plane]) -> None:
     meant, paid = meant + true_mean(values), paid + more.double()
     torch.testing.assert_close(paid, meant, atol=1e-5, rtol=0)
     assert not owed_by_all(three).any()
+
+
+def test_contributions_go_raw_where_that_is_faster_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Links change their minds between rounds; what is owed does not depend on it."""
+    raw, coded = CODECS["float32"].code, CODECS["float16"].code
+    with planes(3, layout_of(tensors(normal(0))), tmp_path, codec="auto") as made:
+        for number, plane in enumerate(made):
+            plane.trainer("t", tensors(normal(number)))
+        meant, got = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+        fast, slow = 1e15, 1.0  # bytes per second: what no encoder, and what any encoder outruns
+        for turn, rate in enumerate((None, slow, fast, slow, fast, fast)):
+            for plane in made:
+                plane.links.codes.clear()
+                plane.links.rates = {f"peer-{n}": rate for n in range(3)} if rate else {}
+            # One peer is behind a slow line all the time.
+            for plane in made[:2]:
+                plane.links.rates["peer-2"] = slow
+            values, average = play(made, "float16", turn)
+            meant, got = meant + true_mean(values), got + average.double()
+            torch.testing.assert_close(got + owed_by_all(made), meant, atol=2e-5, rtol=0)
+            used = made[0].links.codes
+            contribution = {
+                to: {code for kind, peer, code in used if (kind, peer) == (CONTRIBUTION, to)}
+                for to in ("peer-1", "peer-2")
+            }
+            # Integers always travel raw.
+            assert contribution["peer-1"] - {raw} == (set() if rate == fast else {coded})
+            assert contribution["peer-2"] - {raw} == {coded}
+            results = {code for kind, _, code in used if kind is FrameKind.RESULT}
+            assert results - {raw} == {coded}, "of results there is one for all"
+        reasons = {one.reason for one in made[0].exchange.choices(RUN).values()}
+        assert reasons == {"raw_is_faster", "coding_pays"}
+
+
+def test_a_part_keeps_its_codec_for_the_round(tmp_path: Path) -> None:
+    """Pushed again to who follows a dead reducer, over a link of another kind: the same bytes."""
+    with planes(3, layout_of(tensors(normal(0))), tmp_path, codec="auto") as made:
+        for number, plane in enumerate(made):
+            plane.trainer("t", tensors(normal(number)))
+        play(made, "float16", 0)  # the encoder is measured
+        fill(made[0], normal(7))
+        group = group_of(made, codec="float16")
+        open_round(made, group)
+        current = made[0].exchange._runs[RUN].rounds[group.group_id]
+
+        def codec_of(part: int, *, epoch: int, takes: float) -> int:
+            push = Push(group.group_id, 1, (part,), False, epoch)
+            header, _ = next(current.frames(push, takes=takes))
+            return header.codec
+
+        coded, raw = CODECS["float16"].code, CODECS["float32"].code
+        slow, fast = 1.0, 1e15
+        assert [codec_of(0, epoch=e, takes=t) for e, t in enumerate((slow, fast))] == [coded, coded]
+        assert [codec_of(1, epoch=e, takes=t) for e, t in enumerate((fast, slow))] == [raw, raw]
+        close_round(made, group)
 
 
 def test_only_float32_parts_owe_anything(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from moshpitd.core.effects import NOTES, Note
 from moshpitd.core.outcome import Reason
+from moshpitd.daemon.choosing import Choice
 from moshpitd.daemon.metrics import MAX_RUNS, NodeMetrics
 
 DESIGNED = (
@@ -181,3 +182,15 @@ def test_the_metrics_of_the_design_are_there(metrics: NodeMetrics) -> None:
     text = metrics.render().decode()
     for name in DESIGNED:
         assert f"# TYPE {name} " in text, name
+
+
+def test_links_by_what_contributions_travel_with(metrics: NodeMetrics) -> None:
+    name = "moshpit_contribution_links"
+    coded = {"run": "digits", "codec": "float16", "reason": "coding_pays"}
+    raw = {"run": "digits", "codec": "float32", "reason": "raw_is_faster"}
+    metrics.set_choices("digits", [])
+    assert value(metrics, name, **coded) is None
+    metrics.set_choices("digits", [Choice("float16", "coding_pays", "")] * 3)
+    assert value(metrics, name, **coded) == 3
+    metrics.set_choices("digits", [Choice("float32", "raw_is_faster", "")])
+    assert (value(metrics, name, **coded), value(metrics, name, **raw)) == (0, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moshpitd.errors import LocalProtocolError
 from moshpitd.tensors.dtypes import DTYPES
-from moshpitd.tensors.reduction import PartAccumulator, examine, first_nonfinite
+from moshpitd.tensors.reduction import PartAccumulator, examine, first_nonfinite, is_small
 from moshpitd.tensors.slices import SLICE_BYTES
 
 LARGEST = torch.finfo(torch.float32).max
@@ -26,10 +26,13 @@ MEANS = [name for name, row in DTYPES.items() if row.rule == "mean"]
 INTEGERS = ["int64", "int32", "int16", "int8", "uint8"]
 
 
-def reduce(contributions: list[Tensor], weights: list[float], dtype: str = "float32") -> Tensor:
+def reduce(
+    contributions: list[Tensor], weights: list[float], dtype: str = "float32", *, quick: bool = True
+) -> Tensor:
+    """`quick`: by one pass where the values are small enough for it, as they are in a round."""
     part = PartAccumulator(contributions[0].numel(), dtype, DTYPES[dtype].rule)
     for values, weight in zip(contributions, weights, strict=True):
-        part.add(values, weight)
+        part.add(values, weight, small=quick and is_small(examine(values)[1]))
     assert (part.count, part.total_weight) == (len(weights), sum(weights))
     out = torch.ones_like(contributions[0])
     part.mean(out)
@@ -47,21 +50,25 @@ def bound(numbers: list[float], unit: float) -> Fraction:
     return 4 * (len(numbers) - 1) * largest * Fraction(unit) + Fraction(2) ** -140
 
 
+@pytest.mark.parametrize("quick", [True, False])
 @given(st.lists(st.tuples(FLOATS32, WEIGHTS), min_size=1, max_size=16))
 @example([(LARGEST, 1), (-LARGEST, 1)])
 @example([(LARGEST, HEAVIEST), (-LARGEST, 1), (LARGEST, HEAVIEST)])
 @example([(2.0**-149, HEAVIEST), (2.0**-149, 1)])
 @example([(1e8, 1), (1.0, 1)])
-def test_the_mean_is_within_the_bound_of_the_true_mean(pairs: list[tuple[float, int]]) -> None:
+def test_the_mean_is_within_the_bound_of_the_true_mean(
+    quick: bool, pairs: list[tuple[float, int]]
+) -> None:
     numbers, weights = [x for x, _ in pairs], [w for _, w in pairs]
-    got = reduce([torch.tensor([x]) for x in numbers], weights).item()
+    got = reduce([torch.tensor([x]) for x in numbers], weights, quick=quick).item()
     assert abs(Fraction(got) - exact_mean(numbers, weights)) <= bound(numbers, 2.0**-24)
 
 
+@pytest.mark.parametrize("quick", [True, False])
 @given(st.lists(FLOATS32, min_size=1, max_size=16))
-def test_equal_weights_have_the_tighter_bound(numbers: list[float]) -> None:
+def test_equal_weights_have_the_tighter_bound(quick: bool, numbers: list[float]) -> None:
     n = len(numbers)
-    got = reduce([torch.tensor([x]) for x in numbers], [640] * n).item()
+    got = reduce([torch.tensor([x]) for x in numbers], [640] * n, quick=quick).item()
     largest = max(abs(Fraction(x)) for x in numbers)
     error = abs(Fraction(got) - exact_mean(numbers, [1] * n))
     assert error <= Fraction(n + 14, 2) * largest * Fraction(2) ** -24 + Fraction(2) ** -140
@@ -88,14 +95,17 @@ def test_float64_beyond_float32() -> None:
     assert reduce([a, a, a], [10, 20, 30], "float64").equal(a)
 
 
+@pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("dtype", MEANS)
 @given(st.lists(WEIGHTS, min_size=1, max_size=16), st.randoms(use_true_random=False))
-def test_identical_contributions_come_back_exactly(dtype: str, weights: list[int], rng) -> None:
+def test_identical_contributions_come_back_exactly(
+    quick: bool, dtype: str, weights: list[int], rng
+) -> None:
     info = torch.finfo(DTYPES[dtype].torch_dtype)
     numbers = [rng.uniform(-1, 1) * 10.0 ** rng.randint(-6, 4) for _ in range(20)]
     numbers += [info.max, info.min, info.tiny / 4, -info.tiny, 0.0]
     values = torch.tensor(numbers, dtype=DTYPES[dtype].torch_dtype)
-    assert torch.equal(reduce([values] * len(weights), weights, dtype), values)
+    assert torch.equal(reduce([values] * len(weights), weights, dtype, quick=quick), values)
 
 
 @pytest.mark.parametrize("dtype", MEANS)
@@ -109,13 +119,14 @@ def test_one_contribution_comes_back_bit_for_bit(dtype: str, weight: float) -> N
     assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
 
 
+@pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("numel", [0, 1, SLICE - 1, SLICE, SLICE + 1, 3 * SLICE + 17])
 @pytest.mark.parametrize("dtype", MEANS)
-def test_every_slice_and_the_tail(numel: int, dtype: str) -> None:
+def test_every_slice_and_the_tail(quick: bool, numel: int, dtype: str) -> None:
     source = torch.Generator().manual_seed(numel)
     row = DTYPES[dtype]
     values = [torch.randn(numel, generator=source).to(row.torch_dtype) for _ in range(3)]
-    got = reduce(values, [10, 20, 30], dtype)
+    got = reduce(values, [10, 20, 30], dtype, quick=quick)
     want = (values[0].double() * 10 + values[1].double() * 20 + values[2].double() * 30) / 60
     assert torch.allclose(got.double(), want, rtol=0, atol=10 * torch.finfo(row.torch_dtype).eps)
 
@@ -293,3 +304,19 @@ def test_large_finite_values_are_finite_and_have_a_norm_where_float64_can_tell()
     assert squared == pytest.approx(9e77, rel=1e-5)
     assert examine(torch.full((10,), 1e300, dtype=torch.float64)) == (None, float("inf"))
     assert examine(torch.tensor([1, 2, 3])) == (None, 0.0)
+
+
+def test_what_is_not_small_is_never_added_in_one_pass() -> None:
+    """Large values of opposite signs: their difference overflows, and one pass would not see."""
+    a, b = torch.full((3,), LARGEST), torch.full((3,), -LARGEST)
+    assert not is_small(examine(a)[1])
+    assert torch.isfinite(reduce([a, b], [1, 1])).all()
+    part = PartAccumulator(3, "float32", "mean")
+    part.add(a, 1, small=False)
+    part.add(b, 1, small=True)  # the first one was large, so this is not believed to help
+    out = torch.empty(3)
+    part.mean(out)
+    assert torch.isfinite(out).all()
+    assert is_small(examine(torch.full((1 << 18,), 2.0**50))[1])
+    assert not is_small(examine(torch.tensor([2.0**64]))[1])
+    assert not is_small(float("nan"))

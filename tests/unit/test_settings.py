@@ -177,7 +177,13 @@ def test_the_codecs_for_parameters_are_those_whose_residual_stays_below_what_is_
             fed.append(name)
     assert fed == list(FED)
     known = get_args(type(Settings().averaging).model_fields["codec"].annotation)
-    assert sorted(known) == sorted(CODECS)
+    assert sorted(known) == sorted((*CODECS, "auto"))
+
+
+def test_codec_auto_asks_for_feedback_as_its_results_do() -> None:
+    Settings(averaging={"codec": "auto"}).check()
+    with pytest.raises(ConfigError, match="float16 without error feedback"):
+        Settings(averaging={"codec": "auto", "error_feedback": False}).check()
 
 
 def test_an_error_in_the_environment_names_the_variable() -> None:

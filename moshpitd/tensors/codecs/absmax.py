@@ -70,9 +70,16 @@ class AbsmaxCodec(Codec):
         return self._encode(values, out)
 
     def encode_fed(
-        self, values: Tensor, out: Tensor, *, added: Tensor | None, left: Tensor, seed: int = 0
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        added: Tensor | None,
+        left: Tensor,
+        seed: int = 0,
+        decoded: Tensor | None = None,
     ) -> int:
-        return self._encode(values, out, added=added, left=left)
+        return self._encode(values, out, added=added, left=left, decoded=decoded)
 
     def _encode(
         self,
@@ -81,6 +88,7 @@ class AbsmaxCodec(Codec):
         *,
         added: Tensor | None = None,
         left: Tensor | None = None,
+        decoded: Tensor | None = None,
     ) -> int:
         size = self.payload_bytes(values.numel(), dtype_name(values.dtype))
         check_flat(values, out, size, codec=self.name)
@@ -104,7 +112,11 @@ class AbsmaxCodec(Codec):
             if left is not None:  # what `decode` does, with the codes as they are here already
                 scaled.mul_(1.0 / self._top).mul_(absmax.view(-1, 1))
                 torch.sub(piece, scaled, out=left[start:stop].view(-1, width))
-        return landed(whole, out)
+        size = landed(whole, out)
+        if decoded is not None:
+            # From the bytes: codes that are 0 have a sign in `scaled`, and the others would not.
+            self.decode(out[:size], decoded)
+        return size
 
     def _store(self, rounded: Tensor, codes: Tensor, *, start: int) -> None:
         stop = start + rounded.numel()

@@ -69,19 +69,29 @@ class Codec(Protocol):
         ...
 
     def encode_fed(
-        self, values: Tensor, out: Tensor, *, added: Tensor | None, left: Tensor, seed: int = 0
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        added: Tensor | None,
+        left: Tensor,
+        seed: int = 0,
+        decoded: Tensor | None = None,
     ) -> int:
-        """`encode` of c = values + added, and left = c - decoded; returns the payload's length.
+        """`encode` of c = values + added, and left = c - decode(payload), which is also written to
+        `decoded` where that is given; returns the payload's length.
 
         The bytes are those of `encode(c)`. Here c is made whole before it is encoded; a codec that
-        works block by block does better in one visit per slice. After an error `left` is undefined.
+        works block by block does better in one visit per slice. After an error `left` and
+        `decoded` are undefined.
         """
         if added is None:
             left.copy_(values)
         else:
             torch.add(values, added, out=left)
         size = self.encode(left, out, seed=seed)
-        decoded = scratch(left.numel(), left.dtype, left.device, name="fed")
+        if decoded is None:
+            decoded = scratch(left.numel(), left.dtype, left.device, name="fed")
         self.decode(out[:size], decoded)
         left.sub_(decoded)
         return size

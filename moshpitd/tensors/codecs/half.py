@@ -67,9 +67,16 @@ class HalfCodec(Codec):
         return self._encode(values, out)
 
     def encode_fed(
-        self, values: Tensor, out: Tensor, *, added: Tensor | None, left: Tensor, seed: int = 0
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        added: Tensor | None,
+        left: Tensor,
+        seed: int = 0,
+        decoded: Tensor | None = None,
     ) -> int:
-        return self._encode(values, out, added=added, left=left)
+        return self._encode(values, out, added=added, left=left, decoded=decoded)
 
     def _encode(
         self,
@@ -78,6 +85,7 @@ class HalfCodec(Codec):
         *,
         added: Tensor | None = None,
         left: Tensor | None = None,
+        decoded: Tensor | None = None,
     ) -> int:
         size = self.payload_bytes(values.numel(), dtype_name(values.dtype))
         check_flat(values, out, size, codec=self.name)
@@ -88,13 +96,19 @@ class HalfCodec(Codec):
             if added is not None:
                 room = scratch(stop - start, piece.dtype, piece.device, name="fed")
                 piece = torch.add(piece, added[start:stop], out=room)
-            low, high = (side.item() for side in torch.aminmax(piece))
+            # Two reductions: torch.aminmax takes half as long again as both (19 against 12 us).
+            low, high = torch.amin(piece).item(), torch.amax(piece).item()
             check_finite(low, high, codec=self.name)
             scale = self._encode_block(piece, codes[start:stop], low=low, high=high)
             scales[block] = scale
-            if left is not None:
+            if left is None:
+                continue
+            if decoded is None:
                 rest = left[start:stop].copy_(codes[start:stop])
                 torch.sub(piece, rest, alpha=scale, out=rest)
+            else:
+                told = _decode_block(codes[start:stop], decoded[start:stop], scale=scale)
+                torch.sub(piece, told, out=left[start:stop])
         return landed(whole, out)
 
     def _encode_block(self, piece: Tensor, codes: Tensor, *, low: float, high: float) -> float:
@@ -132,7 +146,9 @@ class HalfCodec(Codec):
         for factor, (start, stop) in zip(
             factors, slice_bounds(out.numel(), step=HALF_BLOCK), strict=True
         ):
-            piece = out[start:stop]
-            piece.copy_(codes[start:stop])
-            if factor != 1.0:
-                piece.mul_(factor)
+            _decode_block(codes[start:stop], out[start:stop], scale=factor)
+
+
+def _decode_block(codes: Tensor, out: Tensor, *, scale: float) -> Tensor:
+    out.copy_(codes)
+    return out if scale == 1.0 else out.mul_(scale)
