@@ -85,7 +85,7 @@ def _chosen(against: Sequence[str], codec: str) -> list[str]:
 
 def _measure(systems: Sequence[System], swarm: Swarm, *, codec: str, rounds: int) -> dict[str, Any]:
     from moshpitd.cli.bench_figures import load, ratio, summary
-    from moshpitd.cli.bench_memory import SETTLED, at_rest, watched
+    from moshpitd.cli.bench_memory import GROWING, SETTLED, at_rest, watched
     from moshpitd.cli.bench_meters import MachineTime
     from moshpitd.cli.bench_systems import Measured
     from moshpitd.cli.output import console
@@ -111,7 +111,7 @@ def _measure(systems: Sequence[System], swarm: Swarm, *, codec: str, rounds: int
                 out.print(f"round {number}, {system.name}: {note}", style="dim", markup=False)
             if number == SETTLED:
                 settled = at_rest(swarm)
-        memory = watched(swarm, rounds + 1, settled if rounds > SETTLED else [])
+        memory = watched(swarm, rounds + 1, settled if rounds >= SETTLED + GROWING else [])
         payload = swarm.trainers[0].ask("payload", codec=codec)["bytes"]
     finally:
         for system in systems:

@@ -14,9 +14,11 @@ from moshpitd.cli.bench_processes import Swarm, ask_all
 from moshpitd.cli.bench_systems import CALL_TIMEOUT_S
 
 SAMPLE_S = 0.02
-SETTLED = 2
-"""Rounds after which a daemon has all that it keeps between rounds: the donor's copy after the
-first, the second array of each residual after the second."""
+SETTLED = 5
+"""Rounds after which a daemon has all that it keeps between rounds: the donor's copy, rooms that
+come back, scratch of its threads, the allocator's arenas. Most of it comes in the first two."""
+GROWING = 5
+"""Rounds after that in which it may not grow; with fewer, nothing is said."""
 ALLOWANCE = 128 << 20
 """For what is in flight: buffers of links, accumulators that are open at once, scratch of threads,
 rooms that wait for the next round."""

@@ -30,7 +30,7 @@ SMOOTHING = 0.5
 TAKEN_BYTES_MIN = 64 << 10
 # Weight of what was seen before at each payload: the last fifty or so count, 25 MB in parts of the
 # usual size. The first ten after a pause may only fill the buffers of both kernels: with a memory
-# of ten a busy loopback looked so fast that codec auto sent two thirds of its contributions raw.
+# of ten, codec auto took a busy loopback for fast and sent a fifth of its contributions raw.
 TAKEN_MEMORY = 0.98
 
 
