@@ -693,10 +693,12 @@ def test_an_addition_that_fails_is_a_part_without_result(
     add = PartAccumulator.add
     calls = iter(range(100))
 
-    def breaks(self: PartAccumulator, values: Tensor, weight: float) -> None:
+    def breaks(
+        self: PartAccumulator, values: Tensor, weight: float, *, small: bool = False
+    ) -> None:
         if next(calls) == 1:
             raise MemoryError("no room for a part")
-        add(self, values, weight)
+        add(self, values, weight, small=small)
 
     monkeypatch.setattr(PartAccumulator, "add", breaks)
     kind = FrameKind.CONTRIBUTION
