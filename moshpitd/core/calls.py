@@ -34,7 +34,12 @@ class Calls:
 
     def _waiting(self) -> list[ev.Contributed | ev.Synced]:
         work = self.conductor.work
-        return [*self.queue, *(work.late if work is not None else [])]
+        if not self.queue and (work is None or not work.late):
+            return self.queue
+        # In an exchange the bucket of a late one is lent: it ends with the exchange, which began
+        # before it and ends in time.
+        late = work.late if work is not None and work.round is None else []
+        return [*self.queue, *late]
 
     def _fail(self, call: ev.Contributed | ev.Synced, reason: Reason) -> None:
         self.due.pop(call.token, None)

@@ -111,6 +111,14 @@ class Candidates:
             for c in self.known.values()
         )
 
+    def still_to_come(self) -> bool:
+        """Is there anybody who is not ready yet, and seldom made others wait in vain?"""
+        return any(c.answer is Answer.LATER and c.waited_for for c in self.known.values())
+
+    def moved(self) -> bool:
+        """Has somebody of our line gone on to another key?"""
+        return any(c.reason is Reason.MOVED for c in self.known.values())
+
     def may_lead(self, peer_id: str) -> bool:
         candidate = self.known.get(peer_id)
         return candidate is not None and candidate.answer in (Answer.UNASKED, Answer.LATER)
@@ -198,5 +206,6 @@ def sentence(words: Sequence[str]) -> str:
     counts: dict[str, int] = {}
     for word in words:
         counts[word] = counts.get(word, 0) + 1
-    said = ", ".join(f"{n} {word}" for word, n in counts.items())
+    order = sorted(counts, key=lambda word: (not word.startswith("refused"), -counts[word], word))
+    said = ", ".join(f"{counts[word]} {word}" for word in order)
     return f"heard {len(words)} peer{'s' if len(words) > 1 else ''}, {said}"

@@ -20,7 +20,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Store our record under `key` for `ttl_s`; answer `Announced`."""
+    """Store our record under `key` for `ttl_s`, or take it back if that is 0; answer
+    `Announced`."""
 
     key: str
     record: Record

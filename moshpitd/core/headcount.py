@@ -66,15 +66,15 @@ class Headcount:
         self.survey = dict.fromkeys(surveyed(self.me, self.depth))
         return tuple(self.survey)
 
-    def surveyed(self) -> int | None:
+    def surveyed(self, swarm: Swarm) -> int | None:
         """The number of peers, once every shard of the survey has been counted; then it is over."""
         counts = [count for count in self.survey.values() if count is not None]
         if not counts or len(counts) < len(self.survey):
             return None
         own = 1 if self.key in self.survey else 0
-        peers = round((sum(counts) + own) * (1 << self.depth) / len(counts))
+        total = (sum(counts) + own) * self._living(swarm)
         self.survey.clear()
-        return peers
+        return max(1, round(total * (1 << self.depth) / len(counts)))
 
     def found(self, key: str, records: tuple[Record, ...], swarm: Swarm, mine: Record) -> None:
         """The directory's answer for a shard or for the proposals."""
@@ -96,7 +96,6 @@ class Headcount:
             for record in records
             if record.schema == mine.schema
             and (record.round >= oldest or record.shape.epoch > mine.shape.epoch)
-            and not swarm.is_lost(record.peer_id)
         ]
         if key in self.survey:
             self.survey[key] = len(live)
@@ -111,9 +110,13 @@ class Headcount:
         if not self.depth or self.key not in self.counts:
             roomy = len(swarm.heard) < self.params.max_candidates
             counted_here = self.counts.get(PEERS_KEY, 0) if not self.depth else 0
+            counted_here = round(counted_here * self._living(swarm))
             return (known if roomy else max(known, counted_here)) + 1
-        told = [peer_id for peer_id in self.shard if peer_id in swarm.heard]
-        gone = sum(1 for peer_id in told if swarm.is_lost(peer_id))
-        living = (len(told) - gone + 1) / (len(told) + 1)
-        total = (sum(self.counts.values()) + 1) * living
+        total = (sum(self.counts.values()) + 1) * self._living(swarm)
         return max(1, round(total * (1 << self.depth) / len(self.counts)))
+
+    def _living(self, swarm: Swarm) -> float:
+        """The share of those recorded in our shard that live, as far as we know them."""
+        known = [peer_id for peer_id in self.shard if swarm.knows(peer_id)]
+        gone = sum(1 for peer_id in known if swarm.is_lost(peer_id))
+        return (len(known) - gone + 1) / (len(known) + 1)

@@ -37,8 +37,13 @@ class Hearing:
                 # A look-up told us of it; this tells it of us, so that both sides know each other
                 # at once, also one with another schema, which is to be told apart by both.
                 self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
+        elif (
+            not direct and self.state.swarm.is_lost(record.peer_id) and self.state.presence.present
+        ):
+            # We gave it up, and it has said something since, or shortly before: is it there?
+            self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
         attempt = self.conductor.work.attempt if self.conductor.work is not None else None
-        if attempt is not None and self.meeting.is_here(record):
+        if attempt is not None and self.meeting.is_here(record, just_now=direct):
             attempt.add(record, now)  # it stands in our line this round
         self._compare(record)
 
@@ -55,15 +60,19 @@ class Hearing:
 
     def found(self, event: ev.Found, now: float) -> None:
         swarm = self.state.swarm
-        few = len(event.records) <= TOLD and not self.meeting.count.depth
-        for record in self._sample(event.records):
-            if swarm.is_news(record) and is_sane(record):
-                self.record(record, now, direct=False, few=few)
-        self.meeting.found(event, now)
+        work = self.conductor.work
+        attempt = work.attempt if work is not None else None
         ours = event.key == self.state.presence.key
+        if ours or event.key in (self.meeting.key, attempt.key if attempt is not None else ""):
+            few = len(event.records) <= TOLD and not self.meeting.scale.count.depth
+            # Under a key of the grid lies also who stood there a few rounds ago.
+            oldest = 0 if ours else self.state.place.round
+            for record in self._sample(event.records):
+                if record.round >= oldest and swarm.is_news(record) and is_sane(record):
+                    self.record(record, now, direct=False, few=few)
         if ours:
             self.state.presence.found(now, ok=event.ok)
-        work = self.conductor.work
+        self.meeting.found(event, now)
         if work is not None and work.attempt is not None and event.key == work.attempt.key:
             self.meeting.add_candidates(work.attempt, now)
             if not work.attempt.looked_up:
@@ -72,17 +81,22 @@ class Hearing:
         if work is not None and work.catch_up is not None and ours:
             work.catch_up.found(now)
         if work is None or work.attempt is None:
-            self.meeting.arrange(now)
+            self.meeting.arrange(now, idle=work is None)
 
     def _sample(self, records: tuple[Record, ...]) -> tuple[Record, ...]:
         """Of a long answer, as many as are worth remembering: those that will be in our shard,
         which are other ones for other peers."""
-        keep = ENOUGH if self.meeting.count.depth else SHARD_FULL
+        keep = ENOUGH if self.meeting.scale.count.depth else SHARD_FULL
         keep = min(keep, self.state.params.max_candidates // 2)
         if len(records) <= keep:
             return records
         own = hash_of(self.state.peer_id)
-        return tuple(nsmallest(keep, records, key=lambda it: hash_of(it.peer_id) ^ own))
+        # Most are too far away at first sight: sorting a thousand of them is dear.
+        beyond = 64 - max(0, (len(records) // (2 * keep)).bit_length() - 1)
+        near = [it for it in records if not (hash_of(it.peer_id) ^ own) >> beyond]
+        if len(near) < keep:
+            near = list(records)
+        return tuple(nsmallest(keep, near, key=lambda it: hash_of(it.peer_id) ^ own))
 
     def announced(self, event: ev.Announced, now: float) -> None:
         if event.key == self.state.presence.key:

@@ -164,7 +164,7 @@ class Attempt:
             return False
         if sender != group.leader and all(member.peer_id != sender for member in group.members):
             return False
-        if self.candidates.joined():  # others rely on us by now
+        if group.leader != leader and self.candidates.joined():  # others rely on us by now
             return False
         return quotes(group, self._own_join())
 
@@ -173,6 +173,9 @@ class Attempt:
         without us."""
         if self.following is not None and self.following.leader != group.leader:
             self._send(self.following.leader, Leave(self.key, self.number))
+        for join in self.candidates.joins():  # its Begin was faster than its Accepted
+            no = Declined(self.key, join.attempt, Reason.WITHDRAWN, self.me)
+            self._send(join.record.peer_id, no)
         self.group, self.relayed = group, relayed
 
     def abandon(self, reason: Reason) -> None:
@@ -254,6 +257,8 @@ class Attempt:
             if self.following.leader != sender:
                 self.candidates.seen(sender)
                 self._send(sender, Redirect(self.key, message.attempt, self.following.leader))
+            elif self.following.accepted:
+                self._say_join(sender)  # it has lost sight of us
             return
         if self.candidates[sender].answer in (
             Answer.LATER,
@@ -384,40 +389,31 @@ class Attempt:
             return
         if self.candidates.may_come():
             return
-        if not joined and self.lone_waits:
+        if not joined and self.lone_waits and not self.candidates.moved():
             return
         if len(joined) + 1 < self.expected and self.unsettled:
             return  # one of them may stand in our line when its round is over, and find us here
         self._begin() if joined else self.abandon(Reason.NO_PEERS)
 
     def _begin(self) -> None:
-        mine, joins = self._own_join(), self.candidates.joins()
-        self.group = form_group(
-            mine,
-            joins,
-            nonce=self.nonce,
-            codec=self.codec,
-            audit_fraction=self.params.audit_fraction,
-        )
-        heavy = outliers(self.group.members, self.params)
+        joins = self.candidates.joins()
+        group = self._form(joins)
+        heavy = outliers(group.members, self.params)
         if self.me.peer_id in heavy:
-            self.group = None
             self.abandon(Reason.WEIGHT)
             return
-        if heavy:
-            for join in [join for join in joins if join.record.peer_id in heavy]:
-                joins.remove(join)
-                no = Declined(self.key, join.attempt, Reason.WEIGHT, self.me)
-                self._send(join.record.peer_id, no)
-            self.group = form_group(
-                mine,
-                joins,
-                nonce=self.nonce,
-                codec=self.codec,
-                audit_fraction=self.params.audit_fraction,
-            )
+        for join in [join for join in joins if join.record.peer_id in heavy]:
+            joins.remove(join)
+            no = Declined(self.key, join.attempt, Reason.WEIGHT, self.me)
+            self._send(join.record.peer_id, no)
+        self.group = group = self._form(joins) if heavy else group
         for join in joins:
-            self._send(join.record.peer_id, Begin(self.group))
+            self._send(join.record.peer_id, Begin(group))
+
+    def _form(self, joins: list[Join]) -> Group:
+        audited = self.params.audit_fraction
+        mine, nonce = self._own_join(), self.nonce
+        return form_group(mine, joins, nonce=nonce, codec=self.codec, audit_fraction=audited)
 
     # -- small steps
 
@@ -448,19 +444,20 @@ class Attempt:
         """A message of ours was not delivered; True if it was said again. A peer that is there but
         was missed once answers now, one that is gone is found out a round trip later."""
         candidate = self.candidates.get(to)
-        if self.over or candidate is None or candidate.answer is not Answer.ASKED:
+        if self.over or candidate is None or candidate.again:
             return False
-        if candidate.again:
-            return False
-        candidate.again = True
-        if isinstance(message, Join) and self.following is not None:
-            if self.following.leader == to:
+        match message:
+            case Join() if self.following is not None and self.following.leader == to:
                 self._say_join(to)
-                return True
-        elif isinstance(message, Invite) and self.following is None:
-            self._say_invite(to, now)
-            return True
-        return False
+            case Invite() if self.following is None and candidate.answer is Answer.ASKED:
+                self._say_invite(to, now)
+            case Accepted() if candidate.answer is Answer.JOINED:
+                self.candidates.mark(to, Answer.ASKED, None, now)  # until it joins again
+                self._say_invite(to, now)
+            case _:
+                return False
+        candidate.again = True
+        return True
 
     def _invite(self, peer_id: str, now: float) -> None:
         candidate = self.candidates[peer_id]

@@ -13,31 +13,28 @@ its end is `work`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
+from collections.abc import Sequence
 
 from moshpitd.core.candidates import sentence, spelled
 from moshpitd.core.effects import Announce, LookUp, Send
 from moshpitd.core.events import Found
 from moshpitd.core.grid import is_flat
-from moshpitd.core.headcount import SHAPE_KEY, Headcount
 from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.messages import Hello, Record
 from moshpitd.core.outcome import Reason
-from moshpitd.core.placing import EVERYONE, Sight
-from moshpitd.core.shards import depth_for, draw
+from moshpitd.core.presence import EAGER_S
+from moshpitd.core.scale import Scale
+from moshpitd.core.shards import draw
 from moshpitd.core.state import State
+from moshpitd.core.swarm import Heard
 
 MISSED = 2
 """Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
 """
 
-COUNT_EVERY_S = 5.0
-"""Peers are counted at most so often: once per round, but not for rounds that follow each other in
-milliseconds. A large run, whose number changes slowly, is counted every `found_fresh_s`."""
 
-THIN = 0.6
-"""A group of less than this share of its line makes us ask whether those we know still live."""
+SPREAD = 0.2
+"""Of that time, by which the look-ups of those that began together are spread."""
 
 
 class Meeting:
@@ -45,30 +42,32 @@ class Meeting:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.count = Headcount(state.params, state.peer_id)
+        self.scale = Scale(state)
         self.key = ""  # under which our next meeting is arranged; "" while the run is one group
         self.at: tuple[int, tuple[int, ...]] = (-1, ())  # round and coordinates for which it is
         self.arranged_at = 0.0
         self.found_at: float | None = None  # when the directory last said who else is there
         self.told: dict[str, bool] = {}  # who was told that we come
         self.took = 0.0
-        self.counted_at = float("-inf")
 
     # -- before the attempt
 
-    def arrange(self, now: float) -> None:
-        """Take our next place and make it known, if anything about it is new."""
+    def arrange(self, now: float, *, idle: bool = False) -> None:
+        """Take our next place and make it known, if anything about it is new. `idle`: nobody has
+        contributed yet."""
         state, place = self.state, self.state.place
-        self.prepare(now)
+        self.scale.prepare(now)
         record = state.presence.update(
             round=place.round, coordinates=place.coordinates, shape=place.shape
         )
+        state.presence.on_grid = not is_flat(place.shape)
         if not state.presence.present:
+            return
+        if idle and self._unsettled(now):
+            self.scale.look(now)
             return
         key = "" if is_flat(place.shape) else place.key()
         if key and (key, place.round, place.coordinates) != (self.key, *self.at):
-            if self.key and self.key != key:
-                self.state.effects.append(Announce(self.key, record, 0.0))
             self.found_at, self.arranged_at = None, now
             self.told.clear()
             state.effects.append(Announce(key, record, state.params.ttl_s))
@@ -76,61 +75,21 @@ class Meeting:
                 for entry in state.swarm.live(record.schema):
                     state.effects.append(Send(entry.record.peer_id, Hello(record, answer=True)))
         self.key, self.at = key, (place.round, place.coordinates)
-        self._count(now)
+        self.scale.look(now)
 
-    def prepare(self, now: float) -> None:
-        """Know where we stand: the shape, and with it where our record belongs."""
-        state, place = self.state, self.state.place
-        outside = place.outside
-        sight = Sight(state.swarm, state.record.schema, self.count, state.rng)
-        place.prepare(sight, now)
-        peers = self.count.surveyed()
-        if peers is not None:
-            place.surveyed(peers, sight, now)
-        elif place.survey_due:
-            place.survey_due = False
-            state.effects += [LookUp(key) for key in self.count.begin_survey()]
-        if place.outside == 1 and place.outside != outside:
-            state.presence.hurry()
-        self._second()
-        if place.proposal is not None:
-            shape, since = place.proposal
-            place.proposal = None
-            said = replace(
-                state.record, shape=shape, coordinates=(0,) * len(shape.sides), round=since
-            )
-            state.effects.append(Announce(SHAPE_KEY, said, state.params.ttl_s))
-        if not place.changes:
-            return
-        for shape in place.changes:
-            state.note("shape_adopted", epoch=shape.epoch, sides=list(shape.sides))
-        place.changes.clear()
-        state.presence.update(round=place.round, coordinates=place.coordinates, shape=place.shape)
-        depth = 0 if is_flat(place.shape) else depth_for(prod(place.shape.sides))
-        self.count.move(depth)
-        state.presence.move(depth, now)
-        state.presence.hurry()
+    def began(self, now: float) -> None:
+        """Our round has begun, or nobody came: arrange the next one, and see later whether we are
+        in step with those outside our line. On a small grid everybody tells everybody anyway."""
+        self.arrange(now)
+        if self.key and not self._everybody_tells():
+            told_s = self.state.params.refresh_s / 2
+            self.state.presence.look_again(now + told_s * (1.0 + SPREAD * self.state.rng.random()))
 
-    def _second(self) -> None:
-        """One of the few that may propose this epoch says that it holds with what was proposed."""
+    def _unsettled(self, now: float) -> bool:
+        """A large run has just changed its shape, and may do so again: there is time until a
+        trainer contributes."""
         place = self.state.place
-        if place.pending is None or self.state.peer_id in self.count.proposals:
-            return
-        if place.proposes(place.pending[0].epoch):
-            self.count.proposals[self.state.peer_id] = place.proposal = place.pending
-
-    def _count(self, now: float) -> None:
-        """How many are we by now? A run that is one group knows."""
-        place, presence = self.state.place, self.state.presence
-        seldom_s = COUNT_EVERY_S if place.peers <= 2 * EVERYONE else self.state.params.found_fresh_s
-        every_s = min(seldom_s, presence.every_s)
-        if (is_flat(place.shape) and place.peers <= EVERYONE) or now < self.counted_at + every_s:
-            return
-        self.counted_at = now
-        presence.look_up(now)
-        if place.peers > EVERYONE:
-            keys = (SHAPE_KEY, *self.count.to_count())
-            self.state.effects += [LookUp(key) for key in keys]
+        return place.many() and not is_flat(place.shape) and now < place.crowd.taken_at + EAGER_S
 
     def announced(self, key: str) -> None:
         """Only now: of two peers that store before they look up, at least one finds the other."""
@@ -139,30 +98,49 @@ class Meeting:
 
     def found(self, event: Found, now: float) -> None:
         """The directory has answered, for whatever key; the records have been heard."""
-        self.count.found(event.key, event.records, self.state.swarm, self.state.record)
+        self.scale.found(event, now)
         if event.key == self.key:
             if event.ok and self.found_at is None:
                 self.took = now - self.arranged_at
             self.found_at = now
-            for record in event.records:
-                if record.peer_id not in self.told and self.is_here(record):
-                    self.told[record.peer_id] = True
-                    hello = Hello(self.state.record, answer=True)
-                    self.state.effects.append(Send(record.peer_id, hello))
+            self._tell(event.records)
 
-    def thin(self, size: int, expected: int, now: float) -> None:
-        """A group came out at `size`: ask those we know whether they live, if it is far too small.
+    def _tell(self, records: Sequence[Record]) -> None:
+        """Those who stand in our line learn that we come."""
+        heard, here = self.state.swarm.heard, []
+        for record in records:
+            entry = heard.get(record.peer_id)
+            if entry is not None and entry.record.sequence > record.sequence:
+                record = entry.record  # the directory keeps what it said under this key
+            if record.peer_id not in self.told and self.is_here(record):
+                here.append(record)
+        hello = Hello(self.state.record, answer=True)
+        for record in self._ours(here)[: 2 * self.state.params.max_group]:
+            self.told[record.peer_id] = True
+            self.state.effects.append(Send(record.peer_id, hello))
 
-        Whoever does not answer or cannot be reached is lost, and no longer counts."""
-        if not self.count.depth or not expected or size >= THIN * expected:
+    def greeted(self, sender: str, record: Record, now: float) -> None:
+        """A Hello: one that stands in an earlier round than we learns that from our answer, and
+        goes on to ours if its line has: what it missed is over."""
+        place = self.state.place
+        if not self.key or record.shape != place.shape:
             return
-        for peer_id in self.count.shard:
-            entry = self.state.swarm.heard.get(peer_id)
-            if entry is None or entry.lost is not None:
-                continue
-            if now - entry.direct_at > self.state.params.found_fresh_s:
-                self.state.effects.append(Send(peer_id, Hello(self.state.record)))
-        self.counted_at = float("-inf")
+        if record.coordinates == place.coordinates and self._everybody_tells():
+            self.arrange(now)  # one of us two moves, and there is time
+        elif record.round < place.round:
+            self.state.effects.append(Send(sender, Hello(self.state.record, answer=True)))
+        elif record.round > place.round and sender in self.told and self._line_has_gone():
+            place.skip_to([record.round])
+            self.arrange(now)
+
+    def _line_has_gone(self) -> bool:
+        """Of those whom the directory named in our line, is everybody in a later round?"""
+        heard = self.state.swarm.heard
+        entries = [heard[peer_id] for peer_id in self.told if peer_id in heard]
+        return all(
+            entry.lost is not None or entry.record.round > self.state.place.round
+            for entry in entries
+        )
 
     # -- the attempt
 
@@ -247,23 +225,30 @@ class Meeting:
         here = [
             entry
             for entry in self.state.swarm.live(ours.schema)
-            if (anytime or entry.record.round == place.round) and place.meets(entry.record)
+            if (anytime or self._may_be_here(entry, now)) and place.meets(entry.record)
         ]
-        pieces = self._pieces(len(here) + 1)
-        piece = self._piece(ours, pieces) if pieces > 1 else 0
-        for entry in here:
-            if pieces > 1 and self._piece(entry.record, pieces) != piece:
-                continue
-            if self.state.refuse(entry.record, now) is not Reason.STRIKES:
-                attempt.add(entry.record, now, waited_for=entry.missed < MISSED)
+        for record in self._ours([entry.record for entry in here]):
+            if self.state.refuse(record, now) is not Reason.STRIKES:
+                missed = self.state.swarm.heard[record.peer_id].missed
+                attempt.add(record, now, waited_for=missed < MISSED)
 
-    def is_here(self, record: Record) -> bool:
-        """Does it stand under our key on the grid, in our round?"""
+    def _may_be_here(self, entry: Heard, now: float) -> bool:
+        """Is it in our round, or was it lately in one with our axis? Where everybody goes at its
+        own pace, those of a line are seldom in one round."""
+        place, record = self.state.place, entry.record
+        if record.round == place.round:
+            return True
+        fresh = now - entry.heard_at <= self.state.params.found_fresh_s
+        return fresh and place.in_step(record)
+
+    def is_here(self, record: Record, *, just_now: bool = False) -> bool:
+        """Does it stand under our key on the grid, in our round? What it says `just_now` counts
+        whatever its number of the round is: the key says which axis is free."""
         place = self.state.place
         return (
             bool(self.key)
             and record.peer_id != self.state.peer_id
-            and record.round == place.round
+            and (record.round == place.round or (just_now and place.in_step(record)))
             and record.schema == self.state.record.schema
             and place.meets(record)
         )
@@ -281,13 +266,16 @@ class Meeting:
     def _everybody_tells(self) -> bool:
         return self.state.place.small(self.state.swarm, self.state.record.schema)
 
-    def _pieces(self, under_key: int) -> int:
-        """Into how many groups those under one key are split: a power of two, so that peers that
-        count a few more or less still agree."""
+    def _ours(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Of those under one key, the ones that we meet: more than a group holds are split by hash,
+        into a power of two, so that peers that count a few more or less still agree."""
         pieces = 1
-        while under_key > pieces * self.state.params.max_group:
+        while len(records) + 1 > pieces * self.state.params.max_group:
             pieces *= 2
-        return pieces
+        if pieces == 1:
+            return records
+        ours = self._piece(self.state.peer_id, pieces)
+        return [record for record in records if self._piece(record.peer_id, pieces) == ours]
 
-    def _piece(self, record: Record, pieces: int) -> int:
-        return int(draw(record.peer_id, self.key, self.state.place.round) * pieces)
+    def _piece(self, peer_id: str, pieces: int) -> int:
+        return int(draw(peer_id, self.key, self.state.place.round) * pieces)

@@ -117,9 +117,11 @@ class Peer:
         return effects
 
     def deadline(self) -> float | None:
-        doors = (self.state.presence, self.conductor, self.calls, self.pairs)
-        times = [t for t in (door.deadline() for door in doors) if t is not None]
-        return min(times) if times else None
+        earliest = self.state.presence.deadline()
+        for at in (self.conductor.deadline(), self.calls.deadline(), self.pairs.deadline()):
+            if at is not None and (earliest is None or at < earliest):
+                earliest = at
+        return earliest
 
     def handle(self, event: ev.Event, now: float) -> None:
         match event:
@@ -289,6 +291,8 @@ class Peer:
                     else Goodbye(Reason.NO_TRAINER)
                 )
                 self.state.effects.append(Send(sender, reply))
+            elif work is None or work.attempt is None:
+                self.conductor.meeting.greeted(sender, message.record, now)
         elif isinstance(message, (Pair, PairAnswer)):
             self.pairs.receive(sender, message, now)
         elif isinstance(message, Goodbye):
@@ -308,6 +312,12 @@ class Peer:
                 self.state.effects.append(Send(to, message))
                 return
             self.asking.disown(message.group, to)
+        elif self.state.swarm.doubt(to, now):
+            # One message may be lost where everything else arrives: ask before giving it up.
+            self.state.effects.append(Send(to, Hello(self.state.record)))
+            if isinstance(message, (Pair, PairAnswer)):
+                self.pairs.lost(to, Reason.UNREACHABLE)  # whoever waits for it looks for another
+            return
         if work is not None and work.round is not None:
             work.round.lost(to, Reason.UNREACHABLE, now)
         self.pairs.lost(to, Reason.UNREACHABLE)

@@ -14,10 +14,12 @@ One rule: nothing here sends anything; a shape spreads because it stands in ever
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2, prod
 
+from moshpitd.core.crowd import BAND, EVERYONE, PATIENCE, Crowd
 from moshpitd.core.grid import axis_of, cell, is_flat, meeting_key, rekey, sides_for
 from moshpitd.core.headcount import Headcount
 from moshpitd.core.messages import Group, Record, Shape
@@ -25,30 +27,28 @@ from moshpitd.core.params import Params
 from moshpitd.core.shards import draw, position
 from moshpitd.core.swarm import Heard, Swarm
 
-BAND = 0.15
-"""Relative change of N that a shape tolerates: estimates from the directory are that noisy."""
+SECONDED = 16.0
+"""Peers expected to speak for an epoch where all look: enough to be two voices at once, few enough
+for one answer."""
 
-PATIENCE = 3
-"""Rounds in a row outside the band before a new shape is proposed: one bad look-up must not
-reshape a swarm."""
-
-RECOUNT_S = 5.0
-"""While no rounds go by, that much time counts as one."""
-
-FAR = 0.4
-"""A change this large is no noise of a count of 120 peers (four standard deviations): no patience
-is needed."""
-
-WITNESS = 0.35
-"""How far a shape's cells may be from our own count for the count to confirm a single voice."""
+EPOCHS_AHEAD = 8
+"""A single voice may not lift the epoch by more: a counter that is used up cannot be changed any
+more. A newcomer to an old run hears two voices."""
 
 ELECTED = 4.0
 """Peers expected to propose one epoch of a large run: one may die or fail its survey; it doubles
 with every round in which nobody did."""
 
-MARGIN = 0.95
+TIGHT = 0.95
 """Cells per peer counted in a survey: a grid a little too small is as even as one a little too
-large, and its lines are full."""
+large, and its lines are full..."""
+
+LOOSE = 1.05
+"""...but where its sides come near the largest group, a line that gets a few more is split in two
+halves, and some room is better."""
+
+HEADROOM = 2
+"""How near that is: lines of 15 vary by about two."""
 
 TOLD = 32
 """Peers told of our cell before each round on a grid: some milliseconds of messages, against a
@@ -57,12 +57,11 @@ window of seconds that a line with a gap would wait for somebody who stands else
 LONELY = 3
 """Attempts alone in a shape that nobody else has, before it is given up for one that two hold."""
 
-EVERYONE = 64
-"""Up to so many peers one directory answer names them all, so cells can be dealt by rank without
-collisions."""
-
 FRESH = 2.0
 """Refreshes after which a record that has not changed proves nothing of its peer's round."""
+
+VOICES = 3
+"""The fewest that have a median."""
 
 COLLISION_FRESH_S = 5.0
 """Only a record this fresh proves that two peers stand in one cell now; coordinates change every
@@ -77,6 +76,9 @@ class Sight:
     schema: bytes
     count: Headcount
     rng: random.Random
+    sweeping: bool = False  # in the middle of a sweep, whose rounds belong together
+    sweeps: bool = False  # our trainers ask for sweeps
+    found_at: float = float("-inf")  # when the directory last said who is in our shard
 
 
 @dataclass(slots=True)
@@ -88,26 +90,34 @@ class Place:
     shape: Shape = field(default_factory=Shape)
     coordinates: tuple[int, ...] = (0,)
     round: int = 0
-    peers: int = 1  # at the last preparation, ourselves among them
-    made_for: int = 1
-    outside: int = 0
-    counted_at: int = -1  # round in which `outside` was last counted...
-    counted: float = float("-inf")  # ...and when
-    taken_at: float = float("-inf")  # when the shape was adopted
+    crowd: Crowd = field(init=False)
     sparse: int = 0  # below half fill: how often the cells can be halved before they are
+    past: list[tuple[float, int]] = field(default_factory=list)  # (when, round) lately
+    met: bool = False  # we were in a group
     lonely: int = 0  # attempts in a row that ended alone
     survey_due: bool = False
     pending: tuple[Shape, int] | None = None  # what will hold, and from which round on
     proposal: tuple[Shape, int] | None = None  # ours, to be stored where all look
     changes: list[Shape] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.crowd = Crowd(self.params)
+
+    @property
+    def peers(self) -> int:
+        """By our count at the last preparation, ourselves among them."""
+        return self.crowd.peers
+
     def prepare(self, sight: Sight, now: float) -> None:
         """Before a meeting is arranged: adopt or propose a shape, catch up with the round number,
         leave a shared cell."""
-        self.peers = sight.count.peers(sight.swarm, sight.schema)
+        self.crowd.look(sight.count.peers(sight.swarm, sight.schema), now)
         self._adopt(sight, now)
         self._propose(sight, now)
         self._fall_into_step(sight, now)
+        if sight.sweeps and not sight.sweeping:
+            # All begin with the same axis, so that those who are ready meet whenever that is.
+            self.round += -self.round % len(self.shape.sides)
         self._leave_shared_cell(sight, now)
         self.sparse = self._sparse()
 
@@ -116,6 +126,11 @@ class Place:
             number = self._random_group(self.me)
             return f"random/{self.shape.epoch}/{self.round}/{self.sparse}.{number}"
         return meeting_key(self.shape, self.coordinates, self.round)
+
+    def many(self) -> bool:
+        """Too many peers for everybody to know everybody? So says our count, or the shape: between
+        two shapes a count may find next to nobody where it looks."""
+        return max(self.peers, prod(self.shape.sides)) > EVERYONE
 
     def expected(self) -> int:
         """Members of a full group under our key; 0 in the flat group, where all are known."""
@@ -152,6 +167,10 @@ class Place:
         ours, theirs = self.coordinates, record.coordinates
         return ours[:axis] == theirs[:axis] and ours[axis + 1 :] == theirs[axis + 1 :]
 
+    def in_step(self, record: Record) -> bool:
+        """Is the same axis free in its round and in ours? Random groups are of one round only."""
+        return not self.sparse and (record.round - self.round) % len(self.shape.sides) == 0
+
     def finished(self, group: Group, index: int) -> None:
         """A group has begun: new coordinate, next axis. Also if its exchange fails: all members
         drew the same way. Shape and round are our own; only the seed is the group's."""
@@ -165,11 +184,12 @@ class Place:
                 size=len(group.members),
             )
         self.round += 1
-        self.lonely = 0
+        self.lonely, self.met = 0, True
 
-    def alone(self) -> None:
-        """Nobody came: keep the cell, try the next axis."""
-        self.round += 1
+    def alone(self, *, early: bool = False) -> None:
+        """Nobody came: keep the cell, try the next axis; unless we were `early`: our line has this
+        round before it, and finds us in it then."""
+        self.round += not early
         self.lonely += 1
 
     def skip_to(self, rounds: Sequence[int]) -> None:
@@ -178,9 +198,13 @@ class Place:
 
     def surveyed(self, peers: int, sight: Sight, now: float) -> None:
         """The survey that was due is done."""
-        self.peers = peers
-        if self._far(peers) or self.outside >= PATIENCE:
-            self._reshape(max(1, round(MARGIN * peers)), sight, now)
+        if abs(peers - prod(self.shape.sides)) <= BAND * peers:
+            self.crowd.settle()  # our own shards hold more or fewer than others
+        elif self.crowd.far(peers) or self.crowd.outside >= PATIENCE:
+            aim = round(peers * TIGHT)
+            if max(sides_for(aim, self.params.max_group)) > self.params.max_group - HEADROOM:
+                aim = round(peers * LOOSE)
+            self._reshape(max(1, aim), sight, now)
 
     def _fall_into_step(self, sight: Sight, now: float) -> None:
         """Go to the round where most others are, if we are out of step with them.
@@ -190,22 +214,62 @@ class Place:
         as going on: a round number only says which axis is free. Records that have not changed for
         long say nothing: their peers may be gone.
         """
-        sweep = len(self.shape.sides)
+        step, since = len(self.shape.sides), now - FRESH * self.params.refresh_s
+        while len(self.past) > 1 and self.past[1][0] <= since:
+            del self.past[0]
+        if not self.met:  # a newcomer goes where those are that have met, however few they are
+            rounds = sight.swarm.census(sight.schema).rounds.get(self.shape, [])
+            met = rounds[bisect_right(rounds, self.round + 1) :]  # one ahead may just be earlier
+            self.round = met[len(met) // 2] if met else self.round
+        if not self.past or self.past[-1][1] != self.round:
+            self.past.append((now, self.round))
         median = sight.swarm.census(sight.schema).median_round(self.round, self.shape)
-        if is_flat(self.shape) or (not self.lonely and abs(median - self.round) < sweep):
+        if is_flat(self.shape):
             return
-        since = now - FRESH * self.params.refresh_s
+        told = self._told(sight, since)
+        if len(told) >= VOICES:
+            self.round = told[len(told) // 2]
+            return
+        if median == self.round:
+            return
+        if self.lonely or not (sight.sweeping or self._company(sight)):
+            step = 1  # nobody waits for us here
+        if abs(median - self.round) < step:
+            return
         rounds = sorted(
             entry.record.round
             for entry in sight.swarm.live(sight.schema)
             if entry.heard_at >= since and entry.record.shape == self.shape
         )
         heard = rounds[len(rounds) // 2] if rounds else self.round
-        ahead = self.round - heard
-        if ahead <= (-1 if self.lonely else -sweep) or (
-            ahead >= (2 if self.lonely else sweep) and len(rounds) > 1
-        ):
+        behind = heard - self.round
+        # What we heard may be as old as `since`: ahead is who was ahead of it then already.
+        ahead = min(self.past[0][1], self.round) - heard if len(rounds) > 1 else 0
+        if behind >= step or ahead >= max(2, step):
             self.round = heard
+            self.past.clear()
+
+    def _told(self, sight: Sight, since: float) -> list[int]:
+        """Rounds of those in our shard, if the directory has named them at a time when whoever
+        began a round as early as we did ours had stored that."""
+        told_at = self.past[-1][0] + self.params.refresh_s / 2
+        if not self.met or sight.sweeping or sight.found_at <= told_at:
+            return []
+        return sorted(
+            entry.record.round
+            for entry in map(sight.swarm.heard.get, sight.count.shard)
+            if entry is not None
+            and entry.lost is None
+            and entry.heard_at >= since
+            and entry.record.shape == self.shape
+        )
+
+    def _company(self, sight: Sight) -> bool:
+        """Does anybody stand in our line in our round?"""
+        return any(
+            entry.record.round == self.round and self.meets(entry.record)
+            for entry in sight.swarm.live(sight.schema)
+        )
 
     # -- shapes
 
@@ -226,12 +290,13 @@ class Place:
             and (ours not in known or census.rounds[it][0] <= self.round)
         ]
         newer += self._proposed(sight.count)
+        if not newer and self.lonely:  # they have changed, and we missed when
+            newer = [it for it in good if (it.epoch, it.sides) > ours]
         if newer:
             newest = max(newer, key=lambda it: (it.epoch, it.sides))
+            self.round = max(self.round, *census.rounds.get(newest, [0])[:1])
             self._take(newest, sight, now)
-        elif (
-            self.lonely >= LONELY and not voices.get(self.shape) and good and self.peers <= EVERYONE
-        ):
+        elif self.lonely >= LONELY and not voices.get(self.shape) and good and not self.crowd.many:
             # We proposed a shape that nobody followed: the others' estimate did not leave the band.
             best = max(good, key=lambda it: (voices[it], it.epoch, it.sides))
             self._take(best, sight, now)
@@ -240,12 +305,11 @@ class Place:
         """Newer shapes that have been proposed and hold by now."""
         voices: dict[Shape, int] = {}
         latest: tuple[Shape, int] | None = None
+        epoch, sides = self.shape.epoch, self.shape.sides
         for shape, since in count.proposals.values():
-            if shape.epoch < self.shape.epoch or shape == self.shape:
+            if shape.epoch < epoch or (shape.epoch == epoch and shape.sides <= sides):
                 continue
             voices[shape] = voices.get(shape, 0) + 1
-            if (shape.epoch, shape.sides) <= (self.shape.epoch, self.shape.sides):
-                continue
             if not (voices[shape] >= 2 or self._witnessed(shape)) or not _valid(shape, self.params):
                 continue
             if latest is None or (shape.epoch, shape.sides) > (latest[0].epoch, latest[0].sides):
@@ -255,78 +319,61 @@ class Place:
 
     def _witnessed(self, shape: Shape) -> bool:
         """Does our own count say the same as that shape? Only where it is a count of many."""
-        if self.peers <= EVERYONE or not _valid(shape, self.params):
-            return False
-        return abs(prod(shape.sides) - self.peers) <= WITNESS * self.peers
+        near = shape.epoch <= self.shape.epoch + EPOCHS_AHEAD
+        return self.crowd.many and near and _valid(shape, self.params) and self.crowd.fits(shape)
 
     def _propose(self, sight: Sight, now: float) -> None:
         if self.params.grid_sides:
             if self.shape.epoch == 0:
                 self._take(Shape(1, self.params.grid_sides), sight, now)
             return
-        if self.pending is not None or not self._outgrown(now):
+        many = self.crowd.many
+        if self.pending is not None or (many and not self.crowd.steady):
             return
-        many = self.peers > EVERYONE
-        if many and not self.proposes(self.shape.epoch + 1):
+        if not self.crowd.outgrown(self.shape, self.round, now):
+            return
+        if many and not self._proposes(self.shape.epoch + 1):
             return
         if sight.count.depth:
             self.survey_due = True
         else:
             self._reshape(self.peers, sight, now)
 
-    def _outgrown(self, now: float) -> bool:
-        """Has the number of peers left the band for long enough?"""
-        first = self.shape.epoch == 0
-        within = (is_flat(self.shape) and self.peers <= self.params.max_group) or (
-            not first and abs(self.peers - self.made_for) <= BAND * self.made_for
-        )
-        # Just after a change many records lie under other keys still: absence proves nothing.
-        if self.peers < self.made_for and now < self.taken_at + self.params.refresh_s:
-            within = within or self.peers > EVERYONE or self.made_for > EVERYONE
-        if within:
-            self.outside = 0
-            return False
-        if self.counted_at != self.round or now >= self.counted + RECOUNT_S or not self.outside:
-            self.outside, self.counted_at, self.counted = self.outside + 1, self.round, now
-        return first or self.outside >= PATIENCE or self._far(self.peers)
+    def seconds(self, epoch: int) -> bool:
+        """Are we one of those that say where all look that they hold with this epoch?"""
+        return draw(self.me, epoch) * self.peers < SECONDED
 
-    def _far(self, peers: int) -> bool:
-        """Only a count of many peers can be this sure after one look."""
-        return max(peers, self.made_for) > EVERYONE and not (
-            1 - FAR < peers / self.made_for < 1 + FAR
-        )
-
-    def proposes(self, epoch: int) -> bool:
-        """Are we one of the few that speak for this epoch?"""
-        patience = 1 if self._far(self.peers) or epoch <= 1 else PATIENCE
-        doublings = min(16, max(0, self.outside - patience))
+    def _proposes(self, epoch: int) -> bool:
+        """Are we one of the few that propose this epoch?"""
+        patience = 1 if self.crowd.far(self.peers) or epoch <= 1 else PATIENCE
+        doublings = min(16, max(0, self.crowd.outside - patience))
         return draw(self.me, epoch) * self.peers < ELECTED * (1 << doublings)
 
     def _reshape(self, peers: int, sight: Sight, now: float) -> None:
         sides = sides_for(peers, self.params.max_group)
         if sides == self.shape.sides:
-            self.made_for, self.outside = self.peers, 0
+            self.crowd.settle()
             return
         shape = Shape(self.shape.epoch + 1, sides)
-        if self.peers <= EVERYONE:
+        if not self.crowd.many:
             self._take(shape, sight, now)
             return
-        self.proposal = (shape, self.round + 1 if self.round else 0)
+        # Before anybody's first round there is no between; and where the shape is far off, there is
+        # nothing to spare.
+        latest = sight.swarm.round_number(self.round, self.shape, sight.schema)
+        at_once = not latest or self.crowd.far(self.peers)
+        self.proposal = (shape, 0 if at_once else latest + 1)
         sight.count.proposals[self.me] = self.proposal
-        self.outside = 0
+        self.crowd.outside = 0
         self._adopt(sight, now)
 
     def _take(self, shape: Shape, sight: Sight, now: float) -> None:
         live, count = sight.swarm.live(sight.schema), sight.count
         cells = prod(shape.sides)
-        self.shape, self.outside, self.lonely, self.survey_due = shape, 0, 0, False
-        self.pending = None
-        self.taken_at = now
-        # Our own count is the measure of later changes, if it can be that of this shape at all.
-        fits = self.peers <= EVERYONE or abs(cells - self.peers) <= WITNESS * self.peers
-        self.made_for = self.peers if fits else cells
+        self.shape, self.lonely, self.survey_due, self.pending = shape, 0, False, None
+        self.crowd.take(shape, now)
         self.changes.append(shape)
-        if self.peers > EVERYONE:
+        if self.crowd.many:
             self.coordinates = cell(
                 int(position(self.me, count.shard, count.depth) * cells), shape.sides
             )
@@ -345,7 +392,7 @@ class Place:
     def _sparse(self) -> int:
         """A grid less than half full has more holes than lines: random groups mix faster. By powers
         of two, so that peers whose counts differ a little still agree."""
-        if is_flat(self.shape) or self.params.grid_sides or self.peers <= EVERYONE:
+        if is_flat(self.shape) or self.params.grid_sides or not self.crowd.many:
             return 0
         return max(0, int(log2(prod(self.shape.sides) / self.peers)))
 
@@ -355,7 +402,7 @@ class Place:
 
     def _leave_shared_cell(self, sight: Sight, now: float) -> None:
         """Of two peers in one cell the higher PeerID moves, if a free cell is known."""
-        if is_flat(self.shape) or self.peers > EVERYONE:
+        if is_flat(self.shape) or self.crowd.many:
             return
         live = sight.swarm.live(sight.schema)
         for entry in live:
@@ -365,10 +412,11 @@ class Place:
                 and record.round == self.round
                 and record.shape == self.shape
                 and record.peer_id < self.me
-                and now - entry.direct_at <= COLLISION_FRESH_S
+                and now - entry.heard_at <= COLLISION_FRESH_S
             ):
                 settled = [e for e in live if e.record.shape == self.shape]
-                self.coordinates = self._free_cell(settled, sight.rng)
+                if len({e.record.coordinates for e in settled}) < prod(self.shape.sides):
+                    self.coordinates = self._free_cell(settled, sight.rng)
                 return
 
     def _free_cell(self, settled: list[Heard], rng: random.Random) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 looked up now and then.
 
 In a large run the record lies in one of many shards, and a few of the others are looked up with it.
-What was learned while everything changed is looked up again soon: after `EAGER_S`, then twice that,
-and so on up to `refresh_s`.
+What was learned at the start is looked up again soon, after `EAGER_S`, then half as often each
+time, down to once per `refresh_s`; while the shape of a large run changes, every `EAGER_S`.
 
-One rule: whatever changes in a record reaches the directory within `refresh_s`, and never more
-often, but for a change of the shard.
+One rule: whatever changes in a record reaches the directory within `refresh_s`, or within a third
+of it on a grid, where the round in it keeps the others in step; and never more often, but for a
+change of the shard.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from moshpitd.core.effects import Announce, Effect, LookUp
 from moshpitd.core.grid import PEERS_KEY
 from moshpitd.core.messages import Record
 from moshpitd.core.params import Params
-from moshpitd.core.shards import keys_of
 
 EAGER_S = 1.0
-"""First interval of look-ups after a start or a new shape: ten times what one takes abroad."""
+"""Interval of look-ups after a start or a new shape: ten times what one takes abroad."""
+
+UNSETTLED_S = 4.0
+"""A shape that is proposed is stored, found and adopted everywhere within this."""
 
 
 @dataclass(slots=True)
@@ -37,7 +40,12 @@ class Presence:
     found_at: float = float("-inf")
     asked_at: float | None = None  # a look-up of our shard is on its way since then
     look_up_took: float = 0.0
+    answered_at: float = float("-inf")  # also if the answer was that it failed
+    failed: int = 0  # look-ups in a row that failed
     every_s: float = EAGER_S
+    unsettled_until: float = float("-inf")
+    again_at: float = float("inf")  # a look-up that is due whatever was found before
+    on_grid: bool = False
     storing: bool = False  # the first announcement is on its way; the first look-up waits for it
     effects: list[Effect] = field(default_factory=list)
 
@@ -46,11 +54,16 @@ class Presence:
         """Our shard: the run's peers, or our part of them."""
         return self.keys[0]
 
+    @property
+    def retell_s(self) -> float:
+        return self.params.refresh_s / 3 if self.on_grid else self.params.refresh_s
+
     def update(self, **changes: object) -> Record:
         """Our record with these changes, under a new number if there are any."""
-        changed = replace(self.record, **changes)  # type: ignore[arg-type]
-        if changed != self.record:
-            self.record = replace(changed, sequence=self.record.sequence + 1)
+        record = self.record
+        if any(getattr(record, name) != value for name, value in changes.items()):
+            changes["sequence"] = record.sequence + 1
+            self.record = replace(record, **changes)  # type: ignore[arg-type]
         return self.record
 
     def appear(self, now: float) -> None:
@@ -62,20 +75,24 @@ class Presence:
         self.every_s = EAGER_S
         self._announce(now)
 
-    def move(self, depth: int, now: float) -> None:
+    def move(self, keys: tuple[str, ...], now: float) -> None:
         """The run is of another size: our record belongs under other keys now."""
-        keys, old = keys_of(self.record.peer_id, depth), self.keys
+        old = self.keys
         if keys == old:
             return
-        self.keys, self.asked_at, self.every_s = keys, None, EAGER_S
-        self.storing = self.present
+        self.keys, self.asked_at = keys, None
+        self.storing = self.present and keys[0] != old[0]
         if self.present:
             self._withdraw([key for key in old if key not in keys])
             self._announce(now)
 
-    def hurry(self) -> None:
+    def hurry(self, now: float) -> None:
         """Things change: look again soon."""
-        self.every_s = EAGER_S
+        self.every_s, self.unsettled_until = EAGER_S, now + UNSETTLED_S
+
+    def look_again(self, at: float) -> None:
+        """Those that are in step with us will have told so by then."""
+        self.again_at = at
 
     def stored(self, now: float) -> None:
         if self.storing:
@@ -92,15 +109,20 @@ class Presence:
     def look_up(self, now: float) -> None:
         if self.asked_at is None and not self.storing:
             self.asked_at = now
+            if now >= self.again_at:
+                self.again_at = float("inf")
             self.effects.append(LookUp(self.key))
 
     def found(self, now: float, *, ok: bool) -> None:
         if self.asked_at is not None:
             self.look_up_took = now - self.asked_at
         self.asked_at = None
+        self.failed = 0 if ok else self.failed + 1
+        self.answered_at = now
         if ok:
             self.found_at = now
-            self.every_s = min(2 * self.every_s, self.params.refresh_s)
+            if now >= self.unsettled_until:
+                self.every_s = min(2 * self.every_s, self.params.refresh_s)
 
     def fresh(self, now: float) -> bool:
         return now - self.found_at <= self.params.found_fresh_s
@@ -134,11 +156,11 @@ class Presence:
     def _announce_at(self) -> float:
         # The number grows with every change, so it says the same as comparing the records.
         changed = self.announced is None or self.announced.sequence != self.record.sequence
-        return self.announced_at + (self.params.refresh_s if changed else self.params.ttl_s / 3)
+        return self.announced_at + (self.retell_s if changed else self.params.ttl_s / 3)
 
     def _look_up_at(self) -> float:
         if self.asked_at is not None:
             return self.asked_at + 4 * self.params.answer_timeout_s
-        if self.storing or self.found_at == float("-inf"):
+        if self.storing or self.answered_at == float("-inf"):
             return self.announced_at + self.params.answer_timeout_s
-        return self.found_at + self.every_s
+        return min(self.answered_at + self.every_s, self.again_at)

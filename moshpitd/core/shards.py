@@ -32,6 +32,9 @@ COUNTED = 3
 """Shards counted at every look: ours and the two after it; a third more peers than one alone makes
 the count 1.7 times as sure."""
 
+ALL_COUNTED = 4
+"""Up to so many shards all are counted: where a shape is for 100 peers, every peer matters."""
+
 SURVEYED = 16
 """Shards counted before a shape is proposed: 640 peers, an estimate within 4 %."""
 
@@ -69,7 +72,8 @@ def counted(peer_id: str, depth: int) -> tuple[str, ...]:
     """The shards after ours that are counted with it."""
     shards = 1 << depth
     number = shard_of(peer_id, depth) if depth else 0
-    return tuple(shard_key((number + i) % shards, depth) for i in range(1, min(COUNTED, shards)))
+    many = shards if shards <= ALL_COUNTED else COUNTED
+    return tuple(shard_key((number + i) % shards, depth) for i in range(1, many))
 
 
 def surveyed(peer_id: str, depth: int) -> tuple[str, ...]:

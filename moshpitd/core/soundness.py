@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moshpitd.core.grid import is_flat
 from moshpitd.core.group import group_id_of
 from moshpitd.core.messages import Group, Join, Member, Record
 from moshpitd.core.params import Params
@@ -16,12 +17,14 @@ MAX_MBPS = 1e9
 
 def is_sane(record: Record) -> bool:
     """Types are checked on the wire; this checks what the fields mean."""
+    sides, coordinates = record.shape.sides, record.coordinates
+    if not 0 < len(sides) == len(coordinates) <= 8:
+        return False
+    for coordinate, side in zip(coordinates, sides, strict=True):
+        if not 0 <= coordinate < side:
+            return False
     return (
-        0 < len(record.shape.sides) == len(record.coordinates) <= 8
-        and all(
-            0 <= c < side for c, side in zip(record.coordinates, record.shape.sides, strict=True)
-        )
-        and 0 <= record.version < 1 << 62
+        0 <= record.version < 1 << 62
         and 0 <= record.round < 1 << 62
         and 0 <= record.shape.epoch < 1 << 31
         and 0 <= record.up_mbps <= MAX_MBPS
@@ -45,10 +48,10 @@ def is_sound(group: Group, params: Params) -> bool:
 
 
 def quotes(group: Group, join: Join) -> bool:
-    """Does the group say of us what we said when we joined?"""
+    """Does the group say of us what we said when we joined? One flat group is like any other."""
     mine = [member for member in group.members if member.peer_id == join.record.peer_id]
     return (
-        group.shape == join.record.shape
+        (group.shape == join.record.shape or (is_flat(group.shape) and is_flat(join.record.shape)))
         and group.key == join.key
         and len(mine) == 1
         and mine[0].attempt == join.attempt

@@ -41,6 +41,8 @@ class State:
     newcomer: bool = False
     had_company: bool = False
     draining: bool = False
+    sweeping: bool = False  # the call that runs has had a round of several
+    sweeps: bool = False  # the last call asked for a sweep
     refused_until: float = float("-inf")
     attempts: int = 0
     norm: float = 0.0  # of what our trainers contribute to the running call

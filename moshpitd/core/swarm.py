@@ -17,6 +17,17 @@ from moshpitd.core.params import Params
 GOODBYES = (Reason.NO_TRAINER, Reason.DRAINING, Reason.PREEMPTED)
 """Why a peer leaves, in its own words."""
 
+GRAVES = 4
+"""Lost peers remembered by name, per peer that is remembered whole: as long as their records last
+in a run that loses a third of its peers per ttl."""
+
+DOUBT_S = 10.0
+"""Two messages within so long that could not be delivered are no accident."""
+
+OVERTAKEN_S = 2.0
+"""Two messages of one peer overtake each other within so long; who lost its counter was away for
+longer."""
+
 FULL_S = 1.0
 """With no room for a new peer, none is looked for again for so long: a directory answer may name a
 thousand."""
@@ -32,6 +43,7 @@ class Heard:
     direct_at: float = float("-inf")
     stated_at: float = float("-inf")  # when it last said itself what stands in `record`
     lost: Reason | None = None
+    doubted_at: float = float("-inf")  # when a message to it was not delivered, and it was asked
     missed: int = 0  # windows in a row that it was waited for in vain
     strikes: float = 0.0
     struck_at: float = 0.0
@@ -46,6 +58,7 @@ class Swarm:
         self.params = params
         self.me = me
         self.heard: dict[str, Heard] = {}
+        self._gone: dict[str, int] = {}  # lost and forgotten -> sequence of its last record
         self._full_until = float("-inf")
         self._census: dict[bytes, Census] = {}
         self._live: dict[bytes, dict[str, Heard]] = {}  # schema -> those that are not lost
@@ -56,20 +69,29 @@ class Swarm:
             return False
         entry = self.heard.get(record.peer_id)
         if entry is None:
+            if not direct and record.sequence <= self._gone.get(record.peer_id, -1):
+                return False
             if len(self.heard) >= self.params.max_candidates and not self._make_room(now):
                 return False
             never = float("-inf")
             at = now if direct else never
             entry = self.heard[record.peer_id] = Heard(record, now, direct_at=at, stated_at=at)
+            self._gone.pop(record.peer_id, None)
             self._count(entry)
             return True
         was_lost = entry.lost is not None
         if record.round > entry.record.round:
             entry.missed = 0  # it moves again
-        if direct or record.sequence > entry.record.sequence:
+        newer = record.sequence > entry.record.sequence
+        if newer and was_lost and not direct:
+            entry.record = record  # that it lived once is no news; it has to be asked
+        elif newer or (direct and now - entry.stated_at > OVERTAKEN_S):
             # A peer's own words hold whatever their number: it may have lost its counter in a
             # crash.
             self._replace(entry, record)
+            entry.heard_at = now
+        elif direct and entry.lost not in GOODBYES:  # it was overtaken by what it said later
+            self._replace(entry, entry.record)
             entry.heard_at = now
         if direct:
             entry.direct_at = entry.stated_at = now
@@ -104,16 +126,29 @@ class Swarm:
         entry.lost = reason
         return True
 
+    def doubt(self, peer_id: str, now: float) -> bool:
+        """A message to it was not delivered; True if that happens for the first time lately."""
+        entry = self.heard.get(peer_id)
+        if entry is None or entry.lost is not None or now - entry.doubted_at <= DOUBT_S:
+            return False
+        entry.doubted_at = now
+        return True
+
     def is_news(self, record: Record) -> bool:
         """Does a record out of the directory say more than we know?"""
         entry = self.heard.get(record.peer_id)
         if entry is None:
-            return record.peer_id != self.me
+            known = self._gone.get(record.peer_id, -1)
+            return record.peer_id != self.me and record.sequence > known
         return record.sequence > entry.record.sequence
 
     def is_lost(self, peer_id: str) -> bool:
         entry = self.heard.get(peer_id)
-        return entry is not None and entry.lost is not None
+        return peer_id in self._gone if entry is None else entry.lost is not None
+
+    def knows(self, peer_id: str) -> bool:
+        """Did we ever find out whether it lives?"""
+        return peer_id in self.heard or peer_id in self._gone
 
     def expire(self, now: float) -> list[str]:
         """Forget peers not heard of for `heard_fresh_s`; their ids."""
@@ -201,17 +236,15 @@ class Swarm:
         return self.census(schema).winner(own, own_version)
 
     def _make_room(self, now: float) -> bool:
-        """Drop those that are lost or, failing that, the stalest eighth that nothing was heard of
-        lately; a struck-out peer keeps its entry longest."""
+        """Drop the stalest eighth, of those that are lost or that nothing was heard of lately; a
+        struck-out peer keeps its entry longest."""
         if now < self._full_until:
             return False
-        gone = [(e.strikes, e.heard_at, p) for p, e in self.heard.items() if e.lost is not None]
-        if not gone:
-            gone = [
-                (e.strikes, e.heard_at, p)
-                for p, e in self.heard.items()
-                if now - e.heard_at > self.params.found_fresh_s
-            ]
+        gone = [
+            (e.strikes, e.heard_at, p)
+            for p, e in self.heard.items()
+            if e.lost is not None or now - e.heard_at > self.params.found_fresh_s
+        ]
         if not gone:
             self._full_until = now + FULL_S
             return False
@@ -220,10 +253,14 @@ class Swarm:
         return True
 
     def _forget(self, peer_id: str) -> None:
-        entry = self.heard[peer_id]
+        entry = self.heard.pop(peer_id)
         if entry.lost is None:
             self._discount(entry)
-        del self.heard[peer_id]
+            return
+        # The directory will name it again for a while: that is no news, and it does not count.
+        self._gone[peer_id] = entry.record.sequence
+        while len(self._gone) > GRAVES * self.params.max_candidates:
+            del self._gone[next(iter(self._gone))]
 
     def _replace(self, entry: Heard, record: Record) -> None:
         """`record` is what the peer says now, and it lives."""

@@ -246,6 +246,8 @@ class Conductor:
 
     def attempt(self, work: Work, now: float) -> None:
         work.phase_at = now
+        self.state.sweeping = work.rounds_done > 0
+        self.state.sweeps = not all(call.rounds for call in work.calls)
         attempt = self.meeting.attempt(work.weight, deadline_at=work.deadline_at, now=now)
         if not work.rounds_left:
             asked = [call.rounds for call in work.calls]
@@ -280,7 +282,8 @@ class Conductor:
                 work.skipped = True
                 self.attempt(work, now)
                 return
-            self.state.place.alone()
+            single = work.rounds_left == 1 and not work.rounds_done  # a sweep goes on regardless
+            self.state.place.alone(early=single and attempt.candidates.still_to_come())
             failed: Reason | None = Reason.TIMEOUT if now >= work.deadline_at else None
             if reason is Reason.WEIGHT:
                 failed = Reason.WEIGHT
@@ -293,8 +296,9 @@ class Conductor:
                 total_weight=work.weight,
                 parts=len(self.state.part_sizes),
             )
-            self.meeting.thin(1, attempt.expected, now)
-            self.meeting.arrange(now)
+            self.meeting.scale.thin(1, attempt.expected, now)
+            self.state.presence.hurry(now)  # what we know of the others may be old
+            self.meeting.began(now)
             self._after_round(work, outcome, now)
             return
         for member in group.members:
@@ -332,8 +336,9 @@ class Conductor:
             members=[member.peer_id for member in group.members],
         )
         self.state.collect(current.effects)
-        self.meeting.thin(len(group.members), attempt.expected, now)
-        self.meeting.arrange(now)
+        self.meeting.scale.thin(len(group.members), attempt.expected, now)
+        self.state.sweeping = work.rounds_left > 1
+        self.meeting.began(now)
 
     def _moved_on(self, attempt: Attempt) -> bool:
         """Did nobody come because our line is in a later round by now? Then we go there too."""
@@ -386,6 +391,10 @@ class Conductor:
             self.state.newcomer = False
             self.state.donor.witnesses = tuple(outcome.contributors)
             work.weight = current.mean_weight()
+        elif work.accepted and current.st.results:
+            # The bucket holds some of a round that is not used, over what was averaged before.
+            work.accepted = 0
+            self.state.presence.update(version=work.version_before)
         work.rounds_done += 1
         self._after_round(work, outcome, now)
 

@@ -127,7 +127,11 @@ class Network:
         await self._control.send(to, payload)
 
     async def announce(self, run: str, key: str, record: Record, *, ttl_s: float) -> bool:
-        """Store our record; whether anybody (ourselves alone count) holds it now."""
+        """Store our record; whether anybody (ourselves alone count) holds it now. A ttl of 0 takes
+        it back."""
+        if ttl_s <= 0:
+            await self._control.withdraw(_key(run, key))
+            return True
         return await self._control.announce(_key(run, key), wire.pack(record), ttl_s=ttl_s)
 
     async def look_up(self, run: str, key: str) -> tuple[Record, ...]:

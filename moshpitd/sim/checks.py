@@ -194,13 +194,15 @@ class Checks:
         """
         rounds = self._recent.get(node.peer_id, {})
         held = [
-            (at, 1 + max(member.version for member in round_.group.members), _with_others(round_))
+            (at, 0, 1 + max(it.version for it in round_.group.members), _with_others(round_))
             for at, round_ in rounds.values()
             if round_.results
         ]
-        held.append((*self._loaded.get(node.peer_id, (-1.0, 0)), True))
+        # A daemon that wakes up ends its round and loads what it spoiled in one instant.
+        at, version = self._loaded.get(node.peer_id, (-1.0, 0))
+        held.append((at, 1, version, True))
         allowed: list[int] = []
-        for at, version, certain in sorted(held, reverse=True):
+        for at, _, version, certain in sorted(held, reverse=True):
             if at < since:
                 allowed.clear()  # nothing certain in this call
                 break

@@ -34,7 +34,11 @@ from moshpitd.sim.trouble import Trouble
 
 SCHEMA = b"sim schema 00000"
 STORY = 256
-"""Events and effects kept per node for the transcript of a failure."""
+"""Events and effects kept per node for the transcript of a failure..."""
+
+MANY = 1_000
+BRIEF = 32
+"""...and, in a world of so many nodes, where each thousand of stories is a third of a gigabyte."""
 
 
 class Outside(Protocol):
@@ -295,10 +299,11 @@ class Life:
 
 
 def make_nodes(options: Options) -> list[Node]:
-    return [_node(options, index) for index in range(population(options).nodes)]
+    many = population(options).nodes
+    return [_node(options, index, BRIEF if many > MANY else STORY) for index in range(many)]
 
 
-def _node(options: Options, index: int) -> Node:
+def _node(options: Options, index: int, story: int) -> Node:
     """The machine: what it is like depends on the seed and its index alone."""
     seed = options.seed
     # Hashed, so that the order of PeerIDs (which decides who leads) is not the order of birth.
@@ -314,7 +319,7 @@ def _node(options: Options, index: int) -> Node:
         trainers=[_trainer(options, index, number) for number in range(options.trainers)],
         plane=Plane(up_mbps=rate * up, down_mbps=rate),
         clock_rate=1.0 + drift,
-        story=deque(maxlen=STORY),
+        story=deque(maxlen=story),
     )
 
 

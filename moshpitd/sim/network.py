@@ -213,28 +213,28 @@ class Directory:
         dead: list[str] = []
         for peer_id, slot in slots.items():
             newest = slot.kept[-1]
-            if unseen is None and newest.visible_at <= now < newest.expires_at:
-                record = newest.record
-            else:
-                if all(stored.expires_at <= now for stored in slot.kept):
-                    dead.append(peer_id)
-                    continue
-                shown = [
-                    s.record
-                    for s in slot.kept
-                    if s.visible_at <= now < s.expires_at
-                    and not (unseen is not None and unseen(peer_id, s.stored_at))
-                ]
-                if not shown:
-                    continue
-                record = shown[-1]
-            if peer_id == asker:
+            if newest.visible_at <= now < newest.expires_at and unseen is None:
+                found.append(newest.record)
                 continue
-            if self.hidden > 0.0 and self._hidden.random() < self.hidden:
+            if all(stored.expires_at <= now for stored in slot.kept):
+                dead.append(peer_id)
                 continue
-            found.append(record)
+            shown = [
+                s.record
+                for s in slot.kept
+                if s.visible_at <= now < s.expires_at
+                and not (unseen is not None and unseen(peer_id, s.stored_at))
+            ]
+            found += shown[-1:]
         for peer_id in dead:
             del slots[peer_id]
+        if asker in slots or self.hidden > 0.0:
+            found = [
+                record
+                for record in found
+                if record.peer_id != asker
+                and not (self.hidden > 0.0 and self._hidden.random() < self.hidden)
+            ]
         most = self._options.directory_answer
         if most and len(found) > most:
             start = self._cut.randrange(len(found))

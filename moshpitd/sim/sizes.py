@@ -25,26 +25,34 @@ def overgrown(peer: object, options: Options) -> tuple[str, int] | None:
                 return path, len(value)
             inner = value.values() if isinstance(value, dict) else value
             pending += [(f"{path}[]", one) for one in inner if _is_worth_it(one)]
-        elif not any(value is other for other in seen):
-            seen.append(value)
-            pending += [(f"{path}.{name}", it) for name, it in _parts(value) if _is_worth_it(it)]
+        else:
+            parts = [(f"{path}.{name}", it) for name, it in _parts(value) if _is_worth_it(it)]
+            if parts and not any(value is other for other in seen):
+                seen.append(value)
+                pending += parts
     return None
+
+
+_GROWS: dict[type, bool] = {}
+_SLOTS: dict[type, tuple[str, ...]] = {}
 
 
 def _is_worth_it(value: object) -> bool:
     """Containers, and objects of ours that change; what cannot change has been checked when it was
     received."""
-    if isinstance(value, CONTAINERS):
-        return True
-    if not type(value).__module__.startswith("moshpitd."):
-        return False
-    made = getattr(value, "__dataclass_params__", None)
-    return made is None or not made.frozen
+    kind = type(value)
+    if kind not in _GROWS:
+        made = getattr(kind, "__dataclass_params__", None)
+        ours = kind.__module__.startswith("moshpitd.") and (made is None or not made.frozen)
+        _GROWS[kind] = ours or issubclass(kind, CONTAINERS)
+    return _GROWS[kind]
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    for kind in type(value).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            if hasattr(value, name):
-                yield name, getattr(value, name)
+    kind = type(value)
+    if kind not in _SLOTS:
+        _SLOTS[kind] = tuple(n for base in kind.__mro__ for n in getattr(base, "__slots__", ()))
+    for name in _SLOTS[kind]:
+        if hasattr(value, name):
+            yield name, getattr(value, name)
     yield from getattr(value, "__dict__", {}).items()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.group import group_id_of
+from moshpitd.core.group import form_group, group_id_of
+from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.messages import (
     Accepted,
     Begin,
@@ -29,6 +30,7 @@ from moshpitd.core.messages import (
     Lineage,
     Member,
     NotMember,
+    Record,
     Redirect,
     Shape,
 )
@@ -353,6 +355,45 @@ def test_one_lost_message_never_leaves_a_call_without_an_end(lost: type, seed: i
     assert all(hands.outcomes[token].accepted for token in tokens.values())
 
 
+@pytest.mark.parametrize("how", ["silently", "reported"])
+@pytest.mark.parametrize("lost", [Join, Accepted, Begin, Invite], ids=lambda k: k.__name__)
+def test_one_lost_message_costs_nobody_the_round(lost: type, how: str) -> None:
+    """It is said again, and both sides take it for the same."""
+    hands = ready(4)
+    count = 0
+
+    def drop(sender: str, to: str, what: object) -> bool:
+        nonlocal count
+        count += isinstance(what, lost)
+        gone = isinstance(what, lost) and count == 1
+        if gone and how == "reported":
+            hands.tell(sender, ev.Undelivered(to, what))  # type: ignore[arg-type]
+        return gone
+
+    hands.drop = drop
+    tokens = hands.start()
+    hands.finish()
+    assert {hands.outcomes[token].group_size for token in tokens.values()} == {4}, hands.tail()
+    assert all(hands.outcomes[t].status is Status.COMPLETE for t in tokens.values())
+    assert all(waited(hands, token) < 2.0 for token in tokens.values())
+
+
+def test_who_ends_alone_is_told_why_about_everybody() -> None:
+    hands = Hands(4)
+    for name in ("p00", "p01"):
+        hands.attach(name, schema=b"another", text="w float32 [3]")
+    hands.attach("p02", text="w float32 [2]")
+    hands.attach("p03", text="w float32 [2]")
+    hands.run(until_s=hands.now + 1.0)
+    hands.kill("p03")
+    hands.tell("p02", ev.Undelivered("p03", Hello(hands.nodes["p02"].peer.record)))
+    token = hands.contribute("p02")
+    hands.finish()
+    outcome = hands.outcomes[token]
+    assert outcome.status is Status.ALONE
+    assert outcome.detail == "heard 3 peers, 2 refused: schema differs, 1 unreachable"
+
+
 def test_a_lost_join_leaves_the_two_alone_for_one_answer_timeout_only() -> None:
     hands = ready(2)
     hands.drop = lambda sender, to, what: isinstance(what, Join)
@@ -607,6 +648,25 @@ def test_a_begin_that_says_of_us_what_we_did_not_say_is_not_entered(lie: dict[st
     hands.start()
     hands.finish()
     assert not hands.nodes["p01"].opened
+
+
+def test_a_begin_that_overtakes_its_accepted_is_entered_and_lets_our_followers_go() -> None:
+    first, me, last = (Record(name, 1, SCHEMA, 0, Lineage()) for name in ("p0", "p1", "p2"))
+    attempt = Attempt(Params(), me, "key", 1, 1.0, False, nonce=1, started=0.0, deadline_at=15.0)
+    attempt.add(last, 0.0)
+    attempt.start(0.0)
+    attempt.receive("p2", Join("key", 4, last, 1.0, False), 0.1)
+    attempt.effects.clear()
+    attempt.receive("p0", Invite("key", 0, first, 5.0), 0.2)
+    (asked,) = attempt.effects
+    assert isinstance(asked, ef.Send)
+    assert isinstance(asked.message, Join)
+    attempt.effects.clear()
+    leader = Join("key", 3, first, 1.0, False)
+    group = form_group(leader, [asked.message], nonce=2, codec="float32")
+    assert attempt.accept_begin("p0", group)
+    attempt.enter(group, relayed=False)
+    assert attempt.effects == [ef.Send("p2", Declined("key", 4, Reason.WITHDRAWN, me))]
 
 
 def test_a_begin_under_a_wrong_id_is_not_entered() -> None:

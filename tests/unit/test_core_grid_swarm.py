@@ -1,0 +1,465 @@
+"""What is known of a large run: the census against counting anew, shards, the count of peers, and
+when a shape is proposed and adopted.
+
+One rule: the reference in a test is the dumb way to compute the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moshpitd.core.census import Census, median_with
+from moshpitd.core.crowd import PATIENCE
+from moshpitd.core.grid import PEERS_KEY, is_flat, sides_for
+from moshpitd.core.headcount import SHAPE_KEY, STALE_ROUNDS, Headcount
+from moshpitd.core.messages import Lineage, Record, Shape
+from moshpitd.core.outcome import Reason
+from moshpitd.core.params import Params
+from moshpitd.core.placing import EPOCHS_AHEAD, Place, Sight
+from moshpitd.core.shards import (
+    SHARD_FULL,
+    counted,
+    depth_for,
+    hash_of,
+    keys_of,
+    position,
+    shard_key,
+    shard_of,
+    surveyed,
+)
+from moshpitd.core.swarm import Swarm, upper_median
+
+SCHEMA = b"one"
+
+
+def record(name: str, *, sequence: int = 1, **changes: object) -> Record:
+    plain = Record(name, sequence, SCHEMA, 0, Lineage("f", b"d"))
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def names(count: int) -> list[str]:
+    return [f"peer{i}" for i in range(count)]
+
+
+# -- the census
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    return record(
+        draw(st.sampled_from(names(6))),
+        sequence=draw(st.integers(0, 3)),
+        version=draw(st.integers(0, 4)),
+        round=draw(st.integers(0, 4)),
+        lineage=Lineage(draw(st.sampled_from("abc")), draw(st.sampled_from([b"x", b"y", b"z"]))),
+        shape=Shape(draw(st.integers(0, 2)), (4, 4)),
+        coordinates=(0, 0),
+        schema=draw(st.sampled_from([SCHEMA, b"two"])),
+    )
+
+
+def winner_by_scanning(swarm: Swarm, own: Lineage, version: int) -> Lineage:
+    claims: dict[bytes, tuple[Lineage, list[int]]] = {own.digest: (own, [version])}
+    for entry in swarm.heard.values():
+        if entry.lost is not None or entry.record.schema != SCHEMA:
+            continue
+        lineage = entry.record.lineage
+        held, versions = claims.setdefault(lineage.digest, (lineage, []))
+        versions.append(entry.record.version)
+        if lineage.founder < held.founder:
+            claims[lineage.digest] = (lineage, versions)
+
+    def rank(claim: tuple[Lineage, list[int]]) -> tuple[bool, int]:
+        ordered = sorted(claim[1], reverse=True)
+        return len(ordered) >= 2, ordered[min(1, len(ordered) - 1)]
+
+    best = max(rank(claim) for claim in claims.values())
+    return min(
+        (claim[0] for claim in claims.values() if rank(claim) == best),
+        key=lambda it: (it.founder, it.digest),
+    )
+
+
+@given(
+    st.lists(st.tuples(records(), st.sampled_from(["direct", "found", "lose", "alive", "round"]))),
+    st.integers(0, 4),
+)
+def test_the_census_is_what_counting_anew_gives(
+    steps: list[tuple[Record, str]], own_version: int
+) -> None:
+    swarm, own = Swarm(Params(max_candidates=4), "peer0"), Lineage("b", b"x")
+    for now, (said, how) in enumerate(steps):
+        if how == "lose":
+            swarm.lose(said.peer_id, Reason.UNREACHABLE)
+        elif how == "alive":
+            swarm.alive(said.peer_id, float(now))
+        elif how == "round":
+            swarm.advanced([said.peer_id], said.version)
+        else:
+            swarm.hear(said, float(20 * now), direct=how == "direct")
+        live = [e for e in swarm.heard.values() if e.lost is None and e.record.schema == SCHEMA]
+        assert {e.record.peer_id for e in swarm.live(SCHEMA)} == {e.record.peer_id for e in live}
+        assert swarm.living(SCHEMA) == len(live)
+        assert swarm.winning_lineage(own, own_version, SCHEMA) == winner_by_scanning(
+            swarm, own, own_version
+        )
+        versions = [e.record.version for e in live if e.record.lineage.digest == b"x"]
+        assert swarm.median_version(own_version, own, SCHEMA) == (
+            upper_median([own_version, *versions]),
+            len(versions),
+        )
+        for shape in {e.record.shape for e in live}:
+            rounds = [e.record.round for e in live if e.record.shape == shape]
+            assert swarm.census(SCHEMA).rounds[shape] == sorted(rounds)
+            median = max(2, upper_median([2, *rounds]))
+            assert swarm.round_number(2, shape, SCHEMA) == median
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(0, 9))
+def test_a_median_with_one_more_value(values: list[int], own: int) -> None:
+    assert median_with(sorted(values), own) == upper_median([own, *values])
+
+
+def test_an_empty_census_knows_only_us() -> None:
+    own = Lineage("me", b"m")
+    assert Census().winner(own, 3) == own
+    assert Census().median_version(3, b"m") == (3, 0)
+
+
+def test_a_dead_peers_record_is_no_news_when_it_has_been_forgotten() -> None:
+    swarm = Swarm(Params(max_candidates=2), "me")
+    swarm.hear(record("dead", sequence=5), 0.0, direct=True)
+    swarm.lose("dead", Reason.UNREACHABLE)
+    swarm.hear(record("a"), 20.0, direct=True)
+    swarm.hear(record("b"), 40.0, direct=True)
+    assert "dead" not in swarm.heard
+    assert swarm.is_lost("dead")
+    assert swarm.knows("dead")
+    assert not swarm.is_news(record("dead", sequence=5))
+    assert not swarm.hear(record("dead", sequence=5), 41.0, direct=False)
+    assert swarm.hear(record("dead", sequence=6), 60.0, direct=False)
+    assert not swarm.is_lost("dead")
+
+
+def test_of_two_messages_that_are_not_delivered_the_first_only_raises_doubt() -> None:
+    swarm = Swarm(Params(), "me")
+    swarm.hear(record("a"), 0.0, direct=True)
+    assert swarm.doubt("a", 1.0)
+    assert not swarm.doubt("a", 2.0)
+    assert swarm.doubt("a", 60.0)  # a minute later it is another accident
+    assert not swarm.doubt("stranger", 1.0)
+
+
+# -- shards
+
+
+@given(st.integers(1, 50_000))
+def test_shards_are_neither_overfull_nor_empty(cells: int) -> None:
+    depth = depth_for(cells)
+    mean = cells / (1 << depth)
+    assert mean <= SHARD_FULL
+    assert cells <= SHARD_FULL or mean >= 20
+
+
+def test_ten_thousand_peers_fit_their_shards() -> None:
+    depth = depth_for(10_000)
+    sizes: dict[int, int] = {}
+    for name in names(10_000):
+        sizes[shard_of(name, depth)] = sizes.get(shard_of(name, depth), 0) + 1
+    assert len(sizes) == 1 << depth
+    assert max(sizes.values()) <= SHARD_FULL
+
+
+@given(st.text(min_size=1, max_size=8), st.integers(0, 12))
+def test_a_record_lies_in_its_shard_and_shard_0_at_the_first_key_too(name: str, depth: int) -> None:
+    keys = keys_of(name, depth)
+    number = shard_of(name, depth) if depth else 0
+    assert keys[0] == shard_key(number, depth)
+    assert (PEERS_KEY in keys) == (number == 0)
+    others = counted(name, depth)
+    assert len({keys[0], *others}) == (3 if depth > 2 else 1 << depth)
+    wide = surveyed(name, depth)
+    assert len(set(wide)) == len(wide) == min(16, 1 << depth)
+    assert keys[0] in wide
+
+
+def test_peers_that_know_their_shards_alone_are_spread_evenly() -> None:
+    """Positions by shard and rank: ten equal slices of the run hold nearly equally many."""
+    everybody, depth = names(2_000), depth_for(2_000)
+    shards: dict[int, list[str]] = {}
+    for name in everybody:
+        shards.setdefault(shard_of(name, depth), []).append(name)
+    places = [
+        position(name, [n for n in shards[shard_of(name, depth)] if n != name], depth)
+        for name in everybody
+    ]
+    assert all(0.0 <= place < 1.0 for place in places)
+    assert len(set(places)) == len(places)
+    tenths = [sum(1 for place in places if int(10 * place) == i) for i in range(10)]
+    assert max(tenths) < 1.35 * min(tenths)
+    by_hash = sorted(everybody, key=hash_of)
+    assert [places[everybody.index(name)] for name in by_hash] == sorted(places)
+
+
+# -- counting
+
+
+def run_of(count: int, **changes: object) -> list[Record]:
+    return [record(name, **changes) for name in names(count)]
+
+
+def counting(
+    everybody: Sequence[Record], cells: int, *, me: str = "me", round_number: int = 20
+) -> tuple[Headcount, Swarm, Record]:
+    """Our count after a look at our shards."""
+    mine = record(me, shape=everybody[0].shape, round=round_number)
+    swarm, count = Swarm(Params(), me), Headcount(Params(), me)
+    count.move(depth_for(cells))
+    for key in (count.key, *count.to_count()):
+        found = tuple(r for r in everybody if keys_of(r.peer_id, count.depth)[0] == key)
+        for one in found if key == count.key else ():
+            swarm.hear(one, 0.0, direct=False)
+        count.found(key, found, swarm, mine)
+    return count, swarm, mine
+
+
+@pytest.mark.parametrize("peers", [300, 1_000, 10_000])
+def test_a_count_of_three_shards_is_near_the_truth(peers: int) -> None:
+    everybody = run_of(peers, round=20, shape=Shape(1, (peers,)))
+    estimates = []
+    for i in range(40):
+        count, swarm, _ = counting(everybody, peers, me=f"me{i}")
+        estimates.append(count.peers(swarm, SCHEMA))
+    estimates.sort()
+    assert abs(estimates[20] - peers) < 0.1 * peers
+    assert all(0.6 * peers < estimate < 1.5 * peers for estimate in estimates)
+
+
+def test_what_is_stale_or_dead_does_not_count() -> None:
+    peers = 1_000
+    stale = [
+        replace(r, round=20 - STALE_ROUNDS - 1) if i % 3 == 0 else r
+        for i, r in enumerate(run_of(peers, round=20, shape=Shape(1, (peers,))))
+    ]
+    count, swarm, _ = counting(stale, peers)
+    assert 0.5 * peers < count.peers(swarm, SCHEMA) < 0.9 * peers
+    count, swarm, _ = counting(run_of(peers, round=20, shape=Shape(1, (peers,))), peers)
+    before = count.peers(swarm, SCHEMA)
+    for i, peer_id in enumerate(count.shard):
+        if i % 4:  # three of four are dead: the other shards will be no better
+            swarm.lose(peer_id, Reason.UNREACHABLE)
+    assert 0.2 * before < count.peers(swarm, SCHEMA) < 0.35 * before
+
+
+def test_a_survey_is_over_when_all_its_shards_have_been_counted() -> None:
+    peers = 1_000
+    everybody = run_of(peers, round=20, shape=Shape(1, (peers,)))
+    count, swarm, mine = counting(everybody, peers)
+    keys = count.begin_survey()
+    assert len(keys) == 16
+    assert count.begin_survey() == ()  # one at a time
+    for key in keys:
+        assert count.surveyed(swarm) is None
+        found = tuple(r for r in everybody if keys_of(r.peer_id, count.depth)[0] == key)
+        count.found(key, found, swarm, mine)
+    estimate = count.surveyed(swarm)
+    assert estimate is not None
+    assert abs(estimate - peers) < 0.12 * peers
+    assert count.surveyed(swarm) is None
+
+
+# -- shapes
+
+
+def place_of(peers: int, *, epoch: int = 1, round_number: int = 5) -> tuple[Place, Sight]:
+    """A peer on a grid for `peers`, all of whom it knows to be there."""
+    sides = sides_for(peers, 16)
+    shape = Shape(epoch, sides)
+    everybody = run_of(peers, round=round_number, shape=shape, coordinates=(0,) * len(sides))
+    count, swarm, _ = counting(everybody, prod(sides), round_number=round_number)
+    place = Place(Params(), "me", shape=shape, coordinates=(0,) * len(sides), round=round_number)
+    place.crowd.made_for, place.met = peers, True
+    return place, Sight(swarm, SCHEMA, count, random.Random(1))
+
+
+def propose(sight: Sight, shape: Shape, since: int, *voices: str) -> None:
+    for voice in voices:
+        sight.count.proposals[voice] = (shape, since)
+
+
+def test_a_shape_that_fits_is_kept_for_ever() -> None:
+    place, sight = place_of(1_000)
+    place.crowd.made_for = sight.count.peers(sight.swarm, SCHEMA)
+    for i in range(10):
+        place.round += 1
+        place.prepare(sight, 100.0 + i)
+    assert place.proposal is None
+    assert not place.survey_due
+    assert not place.changes
+
+
+def test_what_one_peer_proposes_holds_if_our_count_says_the_same() -> None:
+    place, sight = place_of(1_000)
+    propose(sight, Shape(2, (11, 10, 10)), 0, "peer7")
+    place.prepare(sight, 100.0)
+    assert place.shape == Shape(2, (11, 10, 10))
+
+
+def test_what_one_peer_proposes_is_not_believed_against_our_count() -> None:
+    place, sight = place_of(1_000)
+    propose(sight, Shape(2, (5, 5)), 0, "liar")
+    place.prepare(sight, 100.0)
+    assert place.shape.epoch == 1
+    propose(sight, Shape(2, (5, 5)), 0, "second")
+    place.prepare(sight, 100.0)
+    assert place.shape == Shape(2, (5, 5))  # two voices are
+
+
+def test_one_voice_cannot_use_up_the_epochs() -> None:
+    place, sight = place_of(1_000)
+    propose(sight, Shape(2 + EPOCHS_AHEAD, (11, 10, 10)), 0, "liar")
+    place.prepare(sight, 100.0)
+    assert place.shape.epoch == 1
+
+
+def test_a_proposal_holds_from_its_round_on() -> None:
+    place, sight = place_of(1_000, round_number=5)
+    propose(sight, Shape(2, (11, 10, 10)), 7, "peer7", "peer8")
+    for number in (5, 6):
+        place.round = number
+        place.prepare(sight, 100.0)
+        assert place.shape.epoch == 1
+        assert place.pending == (Shape(2, (11, 10, 10)), 7)
+    place.round = 7
+    place.prepare(sight, 100.0)
+    assert place.shape.epoch == 2
+
+
+def test_of_two_proposals_of_one_epoch_the_larger_one_is_taken_by_all() -> None:
+    place, sight = place_of(1_000)
+    propose(sight, Shape(2, (10, 10, 9)), 0, "peer7")
+    propose(sight, Shape(2, (11, 10, 10)), 0, "peer8")
+    place.prepare(sight, 100.0)
+    assert place.shape == Shape(2, (11, 10, 10))
+
+
+@pytest.mark.parametrize("change", [1.2, 3.0])
+def test_a_change_of_numbers_is_answered_by_a_few_after_a_survey(change: float) -> None:
+    """Beyond the band for three rounds, or by far at once; and only by those that were drawn."""
+    like, sight = place_of(1_000)
+    peers = sight.count.peers(sight.swarm, SCHEMA)
+    drawn, rounds_taken = 0, []
+    for i in range(2_000):
+        place = Place(like.params, f"me{i}", shape=like.shape, coordinates=(0, 0, 0), round=5)
+        place.crowd.made_for, place.met = round(peers / change), True
+        place.crowd.trend, place.crowd.taken_at = ((0.0, peers), (0.0, peers)), 0.0
+        for rounds in range(1, PATIENCE + 1):
+            place.round += 1
+            place.prepare(sight, 100.0 + 6 * rounds)
+            if place.survey_due:
+                drawn += 1
+                rounds_taken.append(rounds)
+                break
+    assert 0 < drawn < 60
+    assert min(rounds_taken) == (PATIENCE if change < 1.4 else 1)
+
+
+def test_a_count_that_grows_at_every_look_is_waited_out() -> None:
+    place, sight = place_of(1_000)
+    place.crowd.made_for, place.crowd.trend = 100, ((0.0, 300), (0.0, 300))
+    place.prepare(sight, 10.0)
+    assert not place.crowd.steady
+    assert not place.survey_due
+    place.prepare(sight, 11.0)
+    assert place.crowd.steady
+
+
+def test_below_half_fill_the_groups_are_random() -> None:
+    place, sight = place_of(1_000)
+    others = Shape(1, (20, 20, 15))
+    place.shape, place.crowd.made_for, place.crowd.taken_at = others, 6_000, 99.0
+    place.coordinates = (19, 3, 3)
+    place.prepare(sight, 100.0)
+    assert place.sparse == 2
+    assert place.key().startswith("random/1/5/2.")
+    groups: dict[str, int] = {}
+    for name in names(1_000):
+        other = Place(Params(), name, shape=others, coordinates=(0, 0, 0), round=5, sparse=2)
+        groups[other.key()] = groups.get(other.key(), 0) + 1
+    assert sum(groups.values()) / len(groups) == pytest.approx(1_000 * 4 * 20 / 6_000, rel=0.1)
+    here = [name for name in names(1_000) if place.meets(record(name, shape=others))]
+    assert len(here) == groups.get(place.key(), 0)
+    place.params = Params(grid_sides=(16, 16))
+    place.prepare(sight, 100.0)
+    assert not place.sparse  # a pinned grid stays one
+
+
+# -- round numbers
+
+
+@pytest.mark.parametrize("ours", [3, 6, 7])
+def test_who_is_out_of_step_goes_to_where_most_of_its_shard_are(ours: int) -> None:
+    place, sight = out_of_step(ours)
+    place.prepare(replace(sight, found_at=98.0), 100.0)
+    assert place.round == 5
+
+
+def test_who_is_one_ahead_may_just_be_earlier_and_a_sweep_belongs_together() -> None:
+    place, sight = out_of_step(6)
+    place.prepare(replace(sight, found_at=97.0), 100.0)  # not all may have stored theirs
+    assert place.round == 6
+    place.prepare(replace(sight, found_at=98.0, sweeping=True), 100.0)
+    assert place.round == 6
+
+
+def test_sweeps_begin_with_the_same_axis_whenever_they_begin() -> None:
+    for sweeping, expected in ((True, 5), (False, 6)):
+        place, sight = place_of(1_000, round_number=5)
+        place.prepare(replace(sight, sweeps=True, sweeping=sweeping), 100.0)
+        assert place.round == expected
+
+
+def out_of_step(ours: int) -> tuple[Place, Sight]:
+    """We are in that round since 90 s, and all others said at 95 s that they are in round 5."""
+    place, sight = place_of(1_000, round_number=5)
+    place.round = ours
+    place.past.append((90.0, ours))
+    for entry in sight.swarm.heard.values():
+        entry.heard_at = 95.0
+    return place, sight
+
+
+def test_the_dead_and_those_not_heard_of_lately_do_not_say_where_the_others_are() -> None:
+    place, sight = out_of_step(6)
+    for entry in sight.swarm.heard.values():
+        entry.heard_at = 60.0
+    place.prepare(replace(sight, found_at=98.0), 100.0)
+    assert place.round == 6
+
+
+def test_a_newcomer_skips_rounds_that_are_over_and_waits_for_one_that_is_not() -> None:
+    for ahead, expected in ((1, 0), (6, 6)):
+        place, sight = place_of(1_000, round_number=ahead)
+        place.met, place.round = False, 0
+        place.prepare(sight, 100.0)
+        assert place.round == expected
+
+
+def test_a_flat_run_counts_exactly_and_looks_at_no_proposals() -> None:
+    swarm, count = Swarm(Params(), "me"), Headcount(Params(), "me")
+    mine = record("me")
+    for one in run_of(9):
+        swarm.hear(one, 0.0, direct=True)
+    count.found(PEERS_KEY, tuple(run_of(9)), swarm, mine)
+    assert count.peers(swarm, SCHEMA) == 10
+    place = Place(Params(), "me")
+    place.prepare(Sight(swarm, SCHEMA, count, random.Random(0)), 1.0)
+    assert is_flat(place.shape)
+    assert count.key == PEERS_KEY != SHAPE_KEY
