@@ -17,7 +17,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback", "topology", "full", "pairs")
+    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback", "topology", "full", "pairs", "shared")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class AttachRequest(_message.Message):
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     run: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
@@ -42,10 +43,11 @@ class AttachRequest(_message.Message):
     topology: str
     full: bool
     pairs: bool
-    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ..., topology: _Optional[str] = ..., full: bool = ..., pairs: bool = ...) -> None: ...
+    shared: bool
+    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ..., topology: _Optional[str] = ..., full: bool = ..., pairs: bool = ..., shared: bool = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec", "slots")
+    __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec", "slots", "shared_path")
     TRAINER_FIELD_NUMBER: _ClassVar[int]
     BUCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +58,7 @@ class AttachReply(_message.Message):
     JOINED_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_PATH_FIELD_NUMBER: _ClassVar[int]
     trainer: str
     bucket_path: str
     bucket_bytes: int
@@ -66,7 +69,8 @@ class AttachReply(_message.Message):
     joined: bool
     codec: str
     slots: int
-    def __init__(self, trainer: _Optional[str] = ..., bucket_path: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., data_offset: _Optional[int] = ..., part_bytes: _Optional[int] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., joined: bool = ..., codec: _Optional[str] = ..., slots: _Optional[int] = ...) -> None: ...
+    shared_path: str
+    def __init__(self, trainer: _Optional[str] = ..., bucket_path: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., data_offset: _Optional[int] = ..., part_bytes: _Optional[int] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., joined: bool = ..., codec: _Optional[str] = ..., slots: _Optional[int] = ..., shared_path: _Optional[str] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
     __slots__ = ("trainer",)
@@ -284,6 +288,48 @@ class GetStateReply(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     state: bytes
     def __init__(self, state: _Optional[bytes] = ...) -> None: ...
+
+class StorePullRequest(_message.Message):
+    __slots__ = ("trainer", "generation", "timeout_s", "gamma", "batch", "max_staleness", "block")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    generation: int
+    timeout_s: float
+    gamma: float
+    batch: int
+    max_staleness: int
+    block: bool
+    def __init__(self, trainer: _Optional[str] = ..., generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., gamma: _Optional[float] = ..., batch: _Optional[int] = ..., max_staleness: _Optional[int] = ..., block: bool = ...) -> None: ...
+
+class StorePullReply(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class StorePushRequest(_message.Message):
+    __slots__ = ("trainer", "generation", "timeout_s", "version")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    generation: int
+    timeout_s: float
+    version: int
+    def __init__(self, trainer: _Optional[str] = ..., generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
+
+class StorePushReply(_message.Message):
+    __slots__ = ("verdict",)
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    verdict: str
+    def __init__(self, verdict: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -79,6 +79,16 @@ class DaemonStub(object):
                 request_serializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateReply.FromString,
                 _registered_method=True)
+        self.StorePull = channel.unary_unary(
+                '/moshpitd.v1.Daemon/StorePull',
+                request_serializer=moshpitd_dot_v1_dot_daemon__pb2.StorePullRequest.SerializeToString,
+                response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.StorePullReply.FromString,
+                _registered_method=True)
+        self.StorePush = channel.unary_unary(
+                '/moshpitd.v1.Daemon/StorePush',
+                request_serializer=moshpitd_dot_v1_dot_daemon__pb2.StorePushRequest.SerializeToString,
+                response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.StorePushReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/moshpitd.v1.Daemon/Status',
                 request_serializer=moshpitd_dot_v1_dot_daemon__pb2.StatusRequest.SerializeToString,
@@ -167,6 +177,22 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StorePull(self, request, context):
+        """A consistent snapshot of the run's parameter store into the bucket; waits while the staleness bound says so.
+        At a trainer's first pull the bucket holds what the store begins with if nobody has opened it.
+        Errors: FAILED_PRECONDITION store_differs, DEADLINE_EXCEEDED store_timeout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StorePush(self, request, context):
+        """The gradient in the bucket, read at `version`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -238,6 +264,16 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateRequest.FromString,
                     response_serializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateReply.SerializeToString,
+            ),
+            'StorePull': grpc.unary_unary_rpc_method_handler(
+                    servicer.StorePull,
+                    request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.StorePullRequest.FromString,
+                    response_serializer=moshpitd_dot_v1_dot_daemon__pb2.StorePullReply.SerializeToString,
+            ),
+            'StorePush': grpc.unary_unary_rpc_method_handler(
+                    servicer.StorePush,
+                    request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.StorePushRequest.FromString,
+                    response_serializer=moshpitd_dot_v1_dot_daemon__pb2.StorePushReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -503,6 +539,60 @@ class Daemon(object):
             '/moshpitd.v1.Daemon/GetState',
             moshpitd_dot_v1_dot_daemon__pb2.GetStateRequest.SerializeToString,
             moshpitd_dot_v1_dot_daemon__pb2.GetStateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StorePull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moshpitd.v1.Daemon/StorePull',
+            moshpitd_dot_v1_dot_daemon__pb2.StorePullRequest.SerializeToString,
+            moshpitd_dot_v1_dot_daemon__pb2.StorePullReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StorePush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moshpitd.v1.Daemon/StorePush',
+            moshpitd_dot_v1_dot_daemon__pb2.StorePushRequest.SerializeToString,
+            moshpitd_dot_v1_dot_daemon__pb2.StorePushReply.FromString,
             options,
             channel_credentials,
             insecure,

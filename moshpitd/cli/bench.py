@@ -9,6 +9,7 @@ import typer
 
 from moshpitd.cli import (
     bench_allreduce,
+    bench_asysg,
     bench_churn,
     bench_codecs,
     bench_death,
@@ -23,6 +24,7 @@ app = typer.Typer(
     name="bench", help="Measure this machine, beside gloo and hivemind.", no_args_is_help=True
 )
 app.command("allreduce")(bench_allreduce.allreduce)
+app.command("asysg")(bench_asysg.asysg)
 app.command("codecs")(bench_codecs.codecs)
 app.command("latency")(bench_latency.latency)
 app.command("link")(bench_link.link)

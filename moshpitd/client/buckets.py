@@ -41,6 +41,7 @@ class Bucket:
     ) -> None:
         """`slots`: of an exchange with neighbours, whose blocks follow in `area`."""
         self.path, self.layout, self.slots = path, layout, slots
+        self.data_offset, self.nbytes = data_offset, nbytes
         self._map = _mapped(path, nbytes)
         magic, api, generation = HEADER.unpack_from(self._map)
         need = data_offset + layout.nbytes
@@ -54,6 +55,12 @@ class Bucket:
         self._generation: int = generation + generation % 2
         self.data = tensor_of(self._map, offset=data_offset, nbytes=layout.nbytes)
         self.area = tensor_of(self._map, offset=data_offset, nbytes=nbytes - data_offset)
+
+    @property
+    def filled(self) -> bool:
+        """Somebody has filled it to the end. For files that several trainers map."""
+        generation = int(GENERATION.unpack_from(self._map, GENERATION_AT)[0])
+        return generation > 0 and generation % 2 == 0
 
     def fill(
         self, tensors: Sequence[Tensor], *, beside: tuple[Sequence[Tensor], Tensor] | None = None

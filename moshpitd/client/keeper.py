@@ -38,6 +38,7 @@ class Attachment:
     peer_id: str
     joined: bool
     codec: str
+    shared_path: str = ""
 
 
 class Keeper:

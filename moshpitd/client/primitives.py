@@ -1,9 +1,10 @@
 """What a training algorithm needs of a swarm, as Protocols. One rule: an algorithm knows names,
 values and weights, and never a rank: who takes part is told with every answer.
 
-Three families, so that a swarm may offer some and not all (`require_...` says which is missing):
-the group average, the exchange with neighbours (in rounds, or pair by pair), a parameter store.
-`client.swarm` offers the first two on real daemons, `testing.ArithmeticSwarm` all in one process.
+Four families, so that a swarm may offer some and not all (`require_...` says which is missing): the
+group average, the exchange with neighbours (in rounds, or pair by pair), a parameter store, and
+memory that the trainers of one node share.
+`client.swarm` offers all on real daemons, `testing.ArithmeticSwarm` all in one process.
 
 Every primitive is opened by a name that all trainers share (on daemons it is a run, `RUN.NAME`) and
 takes mappings name -> tensor of one set of names, shapes and dtypes for its whole life. Floating
@@ -20,6 +21,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from moshpitd.errors import ConfigError
+from moshpitd.tensors.rules.asysg import BlockUpdate
 
 Tensors = Mapping[str, Tensor]
 R_co = TypeVar("R_co", covariant=True)
@@ -245,7 +247,29 @@ class Stores(Protocol):
         ...
 
 
-Swarm = Averages | Neighbourhood | Stores
+class SharedParameters(Protocol):
+    """Parameters in memory that all trainers of one node read and write without a lock. Invariant:
+    every element holds what somebody wrote there, and nothing more is promised."""
+
+    def read(self, into: Tensors) -> None:
+        """Copy them into these tensors. Any of the writes that are under way may be missing."""
+        ...
+
+    def add(self, writes: Mapping[str, BlockUpdate]) -> None:
+        """x[name].flatten()[start : start + len] += delta, in place, for every tensor named."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Memories(Protocol):
+    def shared(self, name: str, *, start: Tensors) -> SharedParameters:
+        """Open one; whoever of the node opens it first says what it holds."""
+        ...
+
+
+Swarm = Averages | Neighbourhood | Stores | Memories
 
 
 def require_averages(swarm: object, algorithm: str) -> Averages:
@@ -263,6 +287,12 @@ def require_neighbours(swarm: object, algorithm: str) -> Neighbourhood:
 def require_stores(swarm: object, algorithm: str) -> Stores:
     if not isinstance(swarm, Stores):
         raise _missing(swarm, algorithm, "a parameter store")
+    return swarm
+
+
+def require_memories(swarm: object, algorithm: str) -> Memories:
+    if not isinstance(swarm, Memories):
+        raise _missing(swarm, algorithm, "memory that the trainers of a node share")
     return swarm
 
 

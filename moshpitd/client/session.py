@@ -97,15 +97,15 @@ class Session:
         topology: str = "",
         full: bool = False,
         pairs: bool = False,
+        shared: bool = False,
     ) -> None:
-        """As `attach`; `codec` is for this run only, `feedback` is what goes with it. `topology`
-        and what follows are of a `NeighbourSession` or a `PairSession`."""
+        """As `attach`; `codec` is of this run only, and what follows `feedback` not of averages."""
         if not run:
             raise refusal("bad_run", "run is empty, expected the name of a training job")
         self.run = run
         self._source = source
         self._codec, self._feedback, self._topology = codec, feedback, topology
-        self._full, self._pairs = full, pairs
+        self._full, self._pairs, self._shared = full, pairs, shared
         self._specs = specs_of(source())
         if not self._specs:
             raise refusal("no_tensors", f"run {run!r}: no tensors to average")
@@ -170,6 +170,9 @@ class Session:
     def joined(self) -> bool:
         """Whether the daemon had reached the swarm at the last attach."""
         return self._attached.joined if self._attached else False
+
+    def attachment(self) -> Attachment:  # raises what stands in its way
+        return self._keeper.current()
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for the daemon; False when it did not appear in time. Training need not wait for
@@ -473,6 +476,7 @@ class Session:
             topology=self._topology,
             full=self._full,
             pairs=self._pairs,
+            shared=self._shared,
         )
         reply = self._calls.attach(request, self._timeout_s)
         if reply.part_bytes != self._layout.part_bytes:
@@ -486,7 +490,7 @@ class Session:
         )
         hold = self._calls.hold(reply.trainer)
         attachment = Attachment(
-            reply.trainer, bucket, hold, reply.peer_id, reply.joined, reply.codec
+            reply.trainer, bucket, hold, reply.peer_id, reply.joined, reply.codec, reply.shared_path
         )
         self._attached = attachment
         return attachment

@@ -15,9 +15,9 @@ Where an algorithm needs codes one way and the exact mean back (DIANA, MARINA), 
 here and what they decode to travels as float32: the right arithmetic, and no bytes saved until a
 group can agree on two codecs.
 
-Offered so far: group averages, exchanges with neighbours (`client.neighbours`) and meetings in
-pairs (`client.meetings`). A store needs messages that the core does not have yet; asking for an
-algorithm on it is an error that says so.
+Also offered: exchanges with neighbours (`client.neighbours`), meetings in pairs
+(`client.meetings`), a parameter store (`client.store`), and memory that the trainers of one node
+share (`client.memory`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from torch import Tensor
 
 from moshpitd.client.flight import Flight
 from moshpitd.client.meetings import DaemonMeetings
+from moshpitd.client.memory import NodeMemory
 from moshpitd.client.neighbours import DaemonNeighbours
 from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
-from moshpitd.client.primitives import EXACT, Coding, Mean, Tensors
+from moshpitd.client.primitives import EXACT, Coding, Mean, StoreOptions, Tensors
 from moshpitd.client.result import Result
 from moshpitd.client.session import Session
 from moshpitd.client.sources import source_of
+from moshpitd.client.store import DaemonStore
 from moshpitd.errors import ConfigError, DaemonUnavailable, TrainerError
 from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.dtypes import dtype_name
@@ -132,6 +134,12 @@ class SwarmOfDaemons:
             # An average that begins before it is attached is a missed update of everybody's.
             session.wait_attached(ATTACH_WITHIN_S)
         return DaemonAverage(self, session, values, self._options, here)
+
+    def shared(self, name: str, *, start: Tensors) -> NodeMemory:
+        return NodeMemory.opened(self.session, name, start, ATTACH_WITHIN_S)
+
+    def store(self, name: str, *, start: Tensors, options: StoreOptions) -> DaemonStore:
+        return DaemonStore.opened(self.session, name, start, options, ATTACH_WITHIN_S)
 
 
 class DaemonAverage:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from moshpitd.core.messages import Group, Message, Record
 from moshpitd.core.outcome import Outcome
+from moshpitd.core.store_words import StoreEffect
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,4 +325,5 @@ Effect: TypeAlias = (
     | Digest
     | Finish
     | Note
+    | StoreEffect
 )

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from moshpitd.core.messages import Held, Message, Record
 from moshpitd.core.outcome import OnPartial, Reason
+from moshpitd.core.store_words import StoreEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,4 +405,5 @@ Event: TypeAlias = (
     | Addressed
     | Drained
     | Ticked
+    | StoreEvent
 )

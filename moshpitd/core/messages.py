@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from moshpitd.core.outcome import Reason
+from moshpitd.core.store_words import STORE_MESSAGES, StoreMessage
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -453,6 +454,7 @@ Message: TypeAlias = (
     | Counts
     | Pair
     | PairAnswer
+    | StoreMessage
 )
 
 # The position is the kind on the wire: append only.
@@ -488,4 +490,5 @@ MESSAGES: tuple[type, ...] = (
     Counts,
     Pair,
     PairAnswer,
+    *STORE_MESSAGES,
 )

@@ -66,6 +66,8 @@ from moshpitd.core.presence import Presence
 from moshpitd.core.quiet import Quiet
 from moshpitd.core.soundness import is_sane
 from moshpitd.core.state import State
+from moshpitd.core.storage import Storage
+from moshpitd.core.store_words import STORE_EVENTS, STORE_MESSAGES
 from moshpitd.core.swarm import Swarm
 from moshpitd.core.work import QUESTIONS, Conductor, Work
 
@@ -109,6 +111,7 @@ class Peer:
         self.asking = Asking(self.state, self.conductor)
         self.calls = Calls(self.state, self.conductor)
         self.pairs = Pairs(self.state)
+        self.storage = Storage.of(self.state)
 
     # -- the doors
 
@@ -118,7 +121,8 @@ class Peer:
 
     def deadline(self) -> float | None:
         earliest = self.state.presence.deadline()
-        for at in (self.conductor.deadline(), self.calls.deadline(), self.pairs.deadline()):
+        doors = (self.conductor, self.calls, self.pairs, self.storage)
+        for at in [door.deadline() for door in doors]:
             if at is not None and (earliest is None or at < earliest):
                 earliest = at
         return earliest
@@ -136,6 +140,8 @@ class Peer:
             case ev.TrainerGone():
                 self.pairs.gone(event.trainer, now)
                 self.calls.on_trainer_gone(event.trainer, now)
+                if not self.state.trainers:
+                    self.storage.reset(now)
             case ev.Cancelled():
                 self.pairs.cancelled(event.token)
                 self.calls.on_cancelled(event.token, now)
@@ -162,6 +168,8 @@ class Peer:
                 self.calls.on_drained(now, preempted=event.preempted)
             case ev.Ticked():
                 pass
+            case _ if isinstance(event, STORE_EVENTS):
+                self.storage.handle(event, now)
             case _:
                 self._on_data(event, now)
         self._advance(now)
@@ -298,6 +306,9 @@ class Peer:
         elif isinstance(message, Goodbye):
             self.hearing.lose(sender, message.reason, now)
             self.pairs.lost(sender, message.reason)
+            self.storage.lost(sender, now)
+        elif isinstance(message, STORE_MESSAGES):
+            self.storage.receive(sender, message, now)
         if work is not None and work.catch_up is not None:
             work.catch_up.heard(sender, now)
 
@@ -322,6 +333,7 @@ class Peer:
             work.round.lost(to, Reason.UNREACHABLE, now)
         self.pairs.lost(to, Reason.UNREACHABLE)
         self.hearing.lose(to, Reason.UNREACHABLE, now)
+        self.storage.lost(to, now)
 
     def _on_data(self, event: ev.Event, now: float) -> None:
         work = self.conductor.work
@@ -358,6 +370,7 @@ class Peer:
                 self.pairs.failed(event.nonce, event.reason, now)
             case ev.LinkLost():
                 self.pairs.lost(event.peer, event.reason)
+                self.storage.lost(event.peer, now)
                 if work is not None and work.attempt is not None:
                     work.attempt.lost(event.peer, event.reason, now)
                 for ended in self.conductor.lingering:
@@ -408,3 +421,6 @@ class Peer:
             if not self.conductor.step(work, now):
                 break
         self.state.collect(self.state.presence.effects)
+        if not self.storage.idle:
+            self.storage.tick(now)
+            self.state.effects += self.storage.take_effects()

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from moshpitd.core.outcome import Row
 from moshpitd.daemon.buffers import HEADER_BYTES
 from moshpitd.daemon.runs import Run
+from moshpitd.daemon.stores import Stores
 from moshpitd.daemon.trainers import Ask, Attachment, Ended, Progressed, Step
 from moshpitd.errors import ConfigError, TrainerError
 from moshpitd.rpc.channel import SERVER_OPTIONS, target
@@ -47,6 +48,8 @@ class Served(Protocol):
     def joined(self) -> bool: ...
     @property
     def draining(self) -> asyncio.Event: ...
+    @property
+    def stores(self) -> Stores: ...
 
     def run(self, name: str, codec: str = "", *, feedback: bool = True) -> Run: ...
     def run_of(self, trainer: str) -> Run: ...
@@ -130,7 +133,7 @@ class Servicer(services.DaemonServicer):
         run = self._node.run(request.run, request.codec, feedback=not request.no_feedback)
         attachment = Attachment(
             specs, request.version, request.founder, request.founder_digest,
-            request.client[:200], request.topology, request.full, request.pairs,
+            request.client[:200], request.topology, request.full, request.pairs, request.shared,
         )  # fmt: skip
         trainer = await run.attach(attachment)
         assert run.layout is not None
@@ -145,6 +148,7 @@ class Servicer(services.DaemonServicer):
             joined=self._node.joined,
             codec=run.codec,
             slots=trainer.bucket.blocks.slots if trainer.bucket.blocks is not None else 0,
+            shared_path=str(trainer.shared.path) if trainer.shared is not None else "",
         )
 
     @_refusing
@@ -207,6 +211,16 @@ class Servicer(services.DaemonServicer):
     async def GetState(self, request: Any, context: Any) -> Any:
         state = self._node.run_of(request.trainer).get_state(request.trainer)
         return messages.GetStateReply(state=state)
+
+    @_refusing
+    async def StorePull(self, request: Any, context: Any) -> Any:
+        run = self._node.run_of(request.trainer)
+        return messages.StorePullReply(version=await self._node.stores.pull(run, request))
+
+    @_refusing
+    async def StorePush(self, request: Any, context: Any) -> Any:
+        run = self._node.run_of(request.trainer)
+        return messages.StorePushReply(verdict=await self._node.stores.push(run, request))
 
     @_refusing
     async def Status(self, request: Any, context: Any) -> Any:

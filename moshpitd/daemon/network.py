@@ -25,10 +25,12 @@ from moshpitd.daemon.pace import Pace
 from moshpitd.daemon.reachability import Reachability
 from moshpitd.daemon.runs import Run
 from moshpitd.daemon.settings import Settings
+from moshpitd.daemon.storage import Storages
 from moshpitd.errors import MoshpitError, RemoteProtocolError, Unreachable
 from moshpitd.net import wire
 from moshpitd.net.bootstrap import Status
 from moshpitd.net.control import Control, ControlOptions
+from moshpitd.net.frames import FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.links import LinkCallbacks, LinkOptions, LinkPool, Moved, Security
 from moshpitd.net.p2pd import P2pdOptions
@@ -49,6 +51,7 @@ class Network:
         settings: Settings,
         identity: Identity,
         exchange: Exchange,
+        storages: Storages,
         runs: Mapping[str, Run],
         *,
         conflict: Callable[[str], None],
@@ -60,12 +63,12 @@ class Network:
             up_mbps=_least(network.up_mbps, settings.limits.upload_mbps),
             down_mbps=_least(network.down_mbps, settings.limits.download_mbps),
         )
-        self._exchange = exchange
+        self._exchange, self._storages = exchange, storages
         self._runs = runs
         self._replies: set[asyncio.Task[None]] = set()
         listen = parse_host_port(network.link_listen)
         callbacks = LinkCallbacks(
-            on_frame=exchange.on_frame,
+            on_frame=self._frame,
             on_lost=self._link_lost,
             on_up=_ignore,
             on_send_failed=exchange.on_send_failed,
@@ -78,6 +81,7 @@ class Network:
             options=link_options(settings),
         )
         exchange.use(self._links)
+        storages.use(self._links)
         self.link_addresses = link_addresses(listen, self._links.port, network.link_announce)
         options = ControlOptions(
             data_dir=settings.paths().data_dir,
@@ -182,10 +186,16 @@ class Network:
             self._replies.add(task)
             task.add_done_callback(self._replies.discard)
 
+    def _frame(self, peer_id: str, header: Header, payload: memoryview) -> None:
+        """From a link's thread."""
+        whose = self._storages if header.kind is FrameKind.STORE else self._exchange
+        whose.on_frame(peer_id, header, payload)
+
     def _link_lost(self, peer_id: str, reason: str) -> None:
         """From a link's thread."""
         log_event(log, logging.INFO, "link lost", peer=peer_id, reason=reason)
         self._exchange.link_lost(peer_id)
+        self._storages.link_lost(peer_id)
         # Every run, also one that has no exchange with it: in matchmaking it may be the leader that
         # we wait for, and a message to it would take two seconds longer to find that out.
         for run in list(self._runs):

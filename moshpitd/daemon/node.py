@@ -20,6 +20,7 @@ from moshpitd.core.effects import Effect, Note
 from moshpitd.core.events import Event
 from moshpitd.core.messages import Message, Record
 from moshpitd.core.peer import Peer
+from moshpitd.core.store_words import STORE_EFFECTS
 from moshpitd.daemon.addresses import join_string
 from moshpitd.daemon.api import ApiServer
 from moshpitd.daemon.buffers import sweep
@@ -40,11 +41,14 @@ from moshpitd.daemon.readiness import readiness
 from moshpitd.daemon.recorder import FOLDER, Recorder
 from moshpitd.daemon.runs import Ground, Run
 from moshpitd.daemon.settings import Settings
+from moshpitd.daemon.storage import Storages
+from moshpitd.daemon.stores import Stores
 from moshpitd.daemon.trainers import check_codec, checked_run_name
 from moshpitd.daemon.views import peer_counts, peer_views, round_views, run_view
 from moshpitd.errors import ConfigError, Unreachable
 from moshpitd.net.identity import Identity
 from moshpitd.rpc.status import refusal
+from moshpitd.tensors.layout import Layout
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,8 @@ class Node:
         self._claims: Claims | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="node")
         self._exchange: Exchange | None = None
+        self._storages: Storages | None = None
+        self._stores: Stores | None = None
         self._network: Network | None = None
         self._http: HttpServer | None = None
         self._api: ApiServer | None = None
@@ -121,9 +127,12 @@ class Node:
             timed=self.metrics.add_codec_seconds,
             error_feedback=settings.averaging.error_feedback,
         )
+        self._storages = Storages(self.peer_id, self._post, self._layout_of)
+        self._stores = Stores(self._storages, self.in_thread)
         self._network = Network(
-            settings, identity, self._exchange, self.runs, conflict=self._conflict
-        )
+            settings, identity, self._exchange, self._storages, self.runs,
+            conflict=self._conflict,
+        )  # fmt: skip
         await self._network.start()
         if settings.http.port:
             self._http = HttpServer(
@@ -234,6 +243,8 @@ class Node:
         # The exchange before the links: a reader that waits in it for a Begin lets go at once.
         if self._exchange is not None:
             steps.append(asyncio.to_thread(self._exchange.close))
+        if self._storages is not None:
+            steps.append(asyncio.to_thread(self._storages.close))
         if self._network is not None:
             steps.append(self._network.stop())
         if self._recorder is not None:
@@ -242,7 +253,7 @@ class Node:
         if self._claims is not None:
             steps.append(asyncio.to_thread(self._claims.release))
         self._api = self._http = self._network = self._exchange = self._claims = None
-        self._notices = None
+        self._notices = self._storages = None
         return steps
 
     def failed(self, error: BaseException) -> None:
@@ -295,6 +306,8 @@ class Node:
         )
         run = self.runs[name] = Run(name, ground, driver, History(exchange.counters))
         driver.handle(network.addressed())
+        if self._storages is not None:
+            self._storages.know(name)
         return run
 
     def run_of(self, trainer: str) -> Run:
@@ -303,6 +316,16 @@ class Node:
             if trainer in run.trainers:
                 return run
         raise refusal("unknown_trainer", f"no trainer {trainer[:64]!r} is attached")
+
+    @property
+    def stores(self) -> Stores:
+        if self._stores is None:
+            raise Unreachable("the node has not started")
+        return self._stores
+
+    def _layout_of(self, run: str) -> Layout | None:
+        known = self.runs.get(run)
+        return known.layout if known is not None else None
 
     # -- what the drivers need (driver.Outside) ---------------------------------------------------
 
@@ -316,7 +339,11 @@ class Node:
         return await self._live().look_up(run, key)
 
     def move(self, run: str, effect: Effect) -> None:
-        if self._exchange is not None:  # else the node stops, and nobody waits for tensors any more
+        # Without them the node stops, and nobody waits for tensors any more.
+        if isinstance(effect, STORE_EFFECTS):
+            if self._storages is not None:
+                self._storages.handle(run, effect)
+        elif self._exchange is not None:
             self._exchange.handle(run, effect)
 
     def noted(self, run: str, note: Note) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,8 +34,9 @@ from moshpitd.core.events import (
     ValuesKept,
 )
 from moshpitd.core.handover import dependants
-from moshpitd.core.neighbours import most_neighbours
 from moshpitd.core.outcome import Outcome, Status
+from moshpitd.core.store_words import StoreClosed
+from moshpitd.daemon import sharing
 from moshpitd.daemon.buffers import Bucket, create_bucket
 from moshpitd.daemon.choosing import Choice
 from moshpitd.daemon.driver import Driver
@@ -48,6 +50,7 @@ from moshpitd.daemon.trainers import (
     Progressed,
     Step,
     Trainer,
+    blocks_of,
     checked_mix,
     checked_timeout,
     refusal_of,
@@ -141,9 +144,12 @@ class Run:
                     "node: a neighbour is a node",
                 )
             self._settle_layout(layout)
-            blocks = self._blocks(attachment, layout)
+            blocks = blocks_of(attachment, layout, self.driver.peer.params.max_group)
             bucket = await ground.in_thread(_make_bucket, ground, layout.nbytes, blocks)
             trainer = Trainer(secrets.token_hex(8), attachment, bucket, asyncio.Event())
+            if attachment.shared:
+                make = partial(ground.in_thread, _make_bucket, ground, layout.nbytes, None)
+                trainer.shared = await sharing.join(self.trainers.values, bucket, make)
             ground.exchange.add_bucket(self.name, trainer.name, bucket)
             self.trainers[trainer.name] = trainer
         log_event(
@@ -165,9 +171,12 @@ class Run:
         if trainer is None:
             return
         trainer.gone.set()
+        if trainer.worker:
+            self.driver.handle(StoreClosed(trainer.worker))
         if trainer.known:
             self.driver.handle(TrainerGone(name))
         self._ground.exchange.remove_bucket(self.name, name)
+        sharing.part(trainer, self.trainers.values())
         log_event(log, logging.INFO, "trainer gone", run=self.name, trainer=name)
 
     def residual_bytes(self) -> Mapping[str, int]:
@@ -223,14 +232,6 @@ class Run:
             "slower members read our results": peer.conductor.lingering,
         }
         return ", ".join(words_of_it for words_of_it, holds in words.items() if holds)
-
-    def _blocks(self, attachment: Attachment, layout: Layout) -> Blocks | None:
-        """The room that an exchange with neighbours needs beside the message."""
-        if not attachment.topology:
-            return None
-        max_group = self.driver.peer.params.max_group
-        slots = 1 if attachment.pairs else most_neighbours(attachment.topology, max_group)
-        return Blocks(layout.nbytes, slots, attachment.full)
 
     def _settle_layout(self, layout: Layout) -> None:
         """The run's schema is its first trainer's; a new one only when nobody has the old one."""
@@ -364,6 +365,17 @@ class Run:
         if trainer is None:
             raise refusal("unknown_trainer", f"no trainer {name!r} is attached to {self.name!r}")
         return trainer
+
+    @asynccontextmanager
+    async def call(self, name: str, generation: int) -> AsyncIterator[Trainer]:
+        """A call that has a trainer's bucket to itself; it is finite, and the core knows of it."""
+        trainer = self._begin(name, generation)
+        try:
+            await self._check_finite(trainer)
+            await self._introduce(trainer)
+            yield trainer
+        finally:
+            self._end(trainer)
 
     def _begin(self, name: str, generation: int) -> Trainer:
         trainer = self.trainer(name)

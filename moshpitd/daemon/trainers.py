@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from moshpitd.core.events import Mix
 from moshpitd.core.messages import Lineage
+from moshpitd.core.neighbours import most_neighbours
 from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.topologies import NAMES
@@ -21,6 +22,7 @@ from moshpitd.daemon.buffers import Bucket
 from moshpitd.daemon.choosing import AUTO
 from moshpitd.errors import TrainerError
 from moshpitd.rpc.status import refusal
+from moshpitd.tensors.blocks import Blocks
 from moshpitd.tensors.codecs import CODECS
 from moshpitd.tensors.layout import Layout, TensorSpec
 
@@ -45,6 +47,7 @@ class Attachment:
     topology: str = ""  # it exchanges with neighbours, instead of averaging
     full: bool = False
     pairs: bool = False  # its parameters lie here and meet others
+    shared: bool = False  # it writes to the run's shared file too
 
     def check(self) -> None:
         if self.topology and self.topology not in NAMES:
@@ -74,6 +77,8 @@ class Trainer:
     known: bool = False  # the core has heard of it
     held: bool = False  # its Hold stream is open
     token: str = ""  # of its running call, empty when there is none
+    worker: str = ""  # what it is called in a store, once it has pulled
+    shared: Bucket | None = None  # the run's file for all trainers of this node, if it asked for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,14 @@ def refusal_of(outcome: Outcome, name: str) -> TrainerError | None:
             return refusal("unknown_trainer", f"trainer {name} is not attached any more")
         case _:
             return None
+
+
+def blocks_of(attachment: Attachment, layout: Layout, max_group: int) -> Blocks | None:
+    """The room that an exchange with neighbours needs beside the message."""
+    if not attachment.topology:
+        return None
+    slots = 1 if attachment.pairs else most_neighbours(attachment.topology, max_group)
+    return Blocks(layout.nbytes, slots, attachment.full)
 
 
 def schema_text(layout: Layout) -> str:

@@ -106,6 +106,12 @@ class Calls:
     def drain(self, budget_s: float, timeout_s: float = 5.0) -> None:
         self._unary(self._stub.Drain, messages.DrainRequest(budget_s=budget_s), timeout_s)
 
+    def store_pull(self, request: messages.StorePullRequest, timeout_s: float) -> int:
+        return int(cast(Any, self._unary(self._stub.StorePull, request, timeout_s)).version)
+
+    def store_push(self, request: messages.StorePushRequest, timeout_s: float) -> str:
+        return str(cast(Any, self._unary(self._stub.StorePush, request, timeout_s)).verdict)
+
     def _unary(self, method: Callable[..., Any], request: object, timeout_s: float) -> object:
         try:
             return method(request, timeout=timeout_s)

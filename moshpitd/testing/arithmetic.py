@@ -32,7 +32,14 @@ from moshpitd.client.primitives import (
 from moshpitd.core.mixing import MixingSchedule
 from moshpitd.core.topologies import schedule_for
 from moshpitd.errors import LocalProtocolError
-from moshpitd.testing.asynchronous import PairMeetings, Pairs, Shelf, ShelfStore
+from moshpitd.testing.asynchronous import (
+    Memory,
+    MemoryOfThreads,
+    PairMeetings,
+    Pairs,
+    Shelf,
+    ShelfStore,
+)
 from moshpitd.testing.coding import (
     Arithmetic,
     Brought,
@@ -74,6 +81,7 @@ class ArithmeticSwarm:
         self._neighbours: dict[str, tuple[Edges, Rounds[Sent, Exchanged]]] = {}
         self._meetings: dict[str, Pairs] = {}
         self._stores: dict[str, Shelf] = {}
+        self._memories: dict[str, Memory] = {}
 
     def peer(self, index: int) -> ArithmeticPeer:
         """What one trainer gets in the place of a session."""
@@ -164,7 +172,7 @@ def _bound(part: Callable[[int], T], peer: int) -> Callable[[], T]:
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticPeer:
-    """One peer's way to the swarm: `Averages`, `Neighbourhood` and `Stores`."""
+    """One peer's way to the swarm: `Averages`, `Neighbourhood`, `Stores` and `Memories`."""
 
     swarm: ArithmeticSwarm
     index: int
@@ -193,6 +201,12 @@ class ArithmeticPeer:
         with self.swarm.crowd.lock:
             shelf = self.swarm._stores.setdefault(name, Shelf(copies(start), options))
         return ShelfStore(self.swarm.crowd, self.name, shelf)
+
+    def shared(self, name: str, *, start: Tensors) -> MemoryOfThreads:
+        """All peers are one node's trainers."""
+        with self.swarm.crowd.lock:
+            memory = self.swarm._memories.setdefault(name, Memory(copies(start)))
+        return MemoryOfThreads(self.swarm.crowd, memory)
 
 
 @dataclass(slots=True)

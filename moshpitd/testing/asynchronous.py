@@ -1,10 +1,12 @@
-"""The asynchronous primitives of `ArithmeticSwarm`: pairs that meet, and a parameter store. One
-rule: every call is one event under the swarm's lock, so any order of threads is an order of events.
+"""The asynchronous primitives of `ArithmeticSwarm`: pairs that meet, a parameter store, shared
+memory. One rule: every call is one event under the swarm's lock, so any order of threads is an
+order of events.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -132,3 +134,39 @@ class ShelfStore:
             shelf.store, updates = asysg.advance(shelf.store)
             shelf.updates += updates
             self.crowd.lock.notify_all()
+
+
+class Memory:
+    """Shared parameters. `missed`, for worked examples: a read after k writes does not see those
+    that `missed[k]` names by number."""
+
+    def __init__(self, start: dict[str, Tensor]) -> None:
+        self.values = {name: x.reshape(-1) for name, x in start.items()}
+        self.missed: dict[int, tuple[int, ...]] = {}
+        self.writes: list[Mapping[str, asysg.BlockUpdate]] = []
+
+
+@dataclass(slots=True)
+class MemoryOfThreads:
+    crowd: Crowd
+    memory: Memory
+
+    def read(self, into: Tensors) -> None:
+        memory = self.memory
+        with self.crowd.lock:
+            unseen = [memory.writes[j] for j in memory.missed.get(len(memory.writes), ())]
+            for name, target in into.items():
+                seen = asysg.torn_read(
+                    memory.values[name], [write[name] for write in unseen if name in write]
+                )
+                target.copy_(seen.reshape(target.shape))
+
+    def add(self, writes: Mapping[str, asysg.BlockUpdate]) -> None:
+        memory = self.memory
+        with self.crowd.lock:
+            for name, write in writes.items():
+                memory.values[name] = asysg.apply_block(memory.values[name], write)
+            memory.writes.append(writes)
+
+    def close(self) -> None:
+        return

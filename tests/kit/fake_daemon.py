@@ -118,9 +118,11 @@ class FakeDaemon(services.DaemonServicer):
         self.sync_answer: Answer = nobody
         self.refuse_attach: TrainerError | None = None
         self.draining = threading.Event()
+        self.life = 0
         self._server: Any = None
 
     def start(self) -> FakeDaemon:
+        self.life += 1
         self.socket.unlink(missing_ok=True)
         self._server = grpc.server(ThreadPoolExecutor(32), options=SERVER_OPTIONS)
         services.add_DaemonServicer_to_server(self, self._server)
@@ -156,6 +158,7 @@ class FakeDaemon(services.DaemonServicer):
             name = uuid.uuid4().hex
             trainer = self._bucket(name, request, layout)
             self.trainers[name] = trainer
+            shared = self._shared(request.run, layout) if request.shared else ""
         return messages.AttachReply(
             trainer=name,
             bucket_path=str(trainer.path),
@@ -165,6 +168,7 @@ class FakeDaemon(services.DaemonServicer):
             peer_id=FOUNDER,
             joined=True,
             codec="float32",
+            shared_path=shared,
         )
 
     def Hold(self, request: Any, context: Any) -> Iterator[Any]:
@@ -220,6 +224,13 @@ class FakeDaemon(services.DaemonServicer):
         if name not in self.trainers:
             raise refusal("unknown_trainer", f"no trainer {name!r} is attached")
         return self.trainers[name]
+
+    def _shared(self, run: str, layout: Layout) -> str:
+        """One file per run and life of the daemon; kept until then, as nobody counts here."""
+        path = self.buffers / f"{run}-{self.life}.shared"
+        if not path.exists():
+            HEADER.pack_into(_mapped(path, PAGE + layout.nbytes), 0, MAGIC, API, 0)
+        return str(path)
 
     def _bucket(self, name: str, request: Any, layout: Layout) -> Trainer:
         path = self.buffers / f"{name}.bucket"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from moshpitd.client.optim.asysg import AsySGCon, AsySGIncon
 from moshpitd.client.optim.bagua import CUBE, QAdam
 from moshpitd.client.optim.diana import ADIANA, DIANA, VRDIANA
 from moshpitd.client.optim.differences import DCD, ChocoSGD
@@ -42,6 +43,8 @@ FAMILIES: tuple[type[SwarmOptimizer], ...] = (
     ADIANA,
     MARINA,
     PPMARINA,
+    AsySGCon,
+    AsySGIncon,
 )
 ALGORITHMS: dict[str, type[SwarmOptimizer]] = {kind.algorithm: kind for kind in FAMILIES}
 
