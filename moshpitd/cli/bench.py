@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from moshpitd.cli import (
+    bench_algorithms,
     bench_allreduce,
     bench_churn,
     bench_codecs,
@@ -23,6 +24,7 @@ app = typer.Typer(
     name="bench", help="Measure this machine, beside gloo and hivemind.", no_args_is_help=True
 )
 app.command("allreduce")(bench_allreduce.allreduce)
+app.command("algorithms")(bench_algorithms.algorithms)
 app.command("codecs")(bench_codecs.codecs)
 app.command("latency")(bench_latency.latency)
 app.command("link")(bench_link.link)
