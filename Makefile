@@ -20,7 +20,7 @@ CHAOS_TESTS := $(call with_tests,tests/chaos tests/integration)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check lint types proto proto-check format chaos bench sim
+.PHONY: help setup demo demo-all test check lint types proto proto-check format chaos bench sim
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -36,6 +36,9 @@ $(STAMP):
 
 demo: $(STAMP) ## four daemons train one model on real data, one is killed and comes back
 	$(VENV)/bin/moshpitd demo --peers 4 --kill 1 --json out.json
+
+demo-all: $(STAMP) ## the demo of every algorithm, one after the other (about 40 minutes)
+	$(PY) scripts/demo_all.py --json out-all.json
 
 test: check ## everything that must pass before a change lands (chaos has its own target)
 	$(PYTEST) $(PURE_TESTS) -m "not chaos" --cov --cov-report=

@@ -331,6 +331,24 @@ class StorePushReply(_message.Message):
     verdict: str
     def __init__(self, verdict: _Optional[str] = ...) -> None: ...
 
+class ResidualsRequest(_message.Message):
+    __slots__ = ("trainer", "generation", "reducer", "nothing")
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REDUCER_FIELD_NUMBER: _ClassVar[int]
+    NOTHING_FIELD_NUMBER: _ClassVar[int]
+    trainer: str
+    generation: int
+    reducer: bool
+    nothing: bool
+    def __init__(self, trainer: _Optional[str] = ..., generation: _Optional[int] = ..., reducer: bool = ..., nothing: bool = ...) -> None: ...
+
+class ResidualsReply(_message.Message):
+    __slots__ = ("nothing",)
+    NOTHING_FIELD_NUMBER: _ClassVar[int]
+    nothing: bool
+    def __init__(self, nothing: bool = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -79,6 +79,16 @@ class DaemonStub(object):
                 request_serializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateReply.FromString,
                 _registered_method=True)
+        self.GetResiduals = channel.unary_unary(
+                '/moshpitd.v1.Daemon/GetResiduals',
+                request_serializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsRequest.SerializeToString,
+                response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsReply.FromString,
+                _registered_method=True)
+        self.PutResiduals = channel.unary_unary(
+                '/moshpitd.v1.Daemon/PutResiduals',
+                request_serializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsRequest.SerializeToString,
+                response_deserializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsReply.FromString,
+                _registered_method=True)
         self.StorePull = channel.unary_unary(
                 '/moshpitd.v1.Daemon/StorePull',
                 request_serializer=moshpitd_dot_v1_dot_daemon__pb2.StorePullRequest.SerializeToString,
@@ -177,6 +187,20 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetResiduals(self, request, context):
+        """What this node's error feedback in the trainer's run owes to later rounds, through the trainer's bucket: Get
+        fills it in where the elements it belongs to lie, Put takes it from there. Between rounds only (bucket_busy).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutResiduals(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StorePull(self, request, context):
         """A consistent snapshot of the run's parameter store into the bucket; waits while the staleness bound says so.
         At a trainer's first pull the bucket holds what the store begins with if nobody has opened it.
@@ -264,6 +288,16 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateRequest.FromString,
                     response_serializer=moshpitd_dot_v1_dot_daemon__pb2.GetStateReply.SerializeToString,
+            ),
+            'GetResiduals': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetResiduals,
+                    request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsRequest.FromString,
+                    response_serializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsReply.SerializeToString,
+            ),
+            'PutResiduals': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutResiduals,
+                    request_deserializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsRequest.FromString,
+                    response_serializer=moshpitd_dot_v1_dot_daemon__pb2.ResidualsReply.SerializeToString,
             ),
             'StorePull': grpc.unary_unary_rpc_method_handler(
                     servicer.StorePull,
@@ -539,6 +573,60 @@ class Daemon(object):
             '/moshpitd.v1.Daemon/GetState',
             moshpitd_dot_v1_dot_daemon__pb2.GetStateRequest.SerializeToString,
             moshpitd_dot_v1_dot_daemon__pb2.GetStateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetResiduals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moshpitd.v1.Daemon/GetResiduals',
+            moshpitd_dot_v1_dot_daemon__pb2.ResidualsRequest.SerializeToString,
+            moshpitd_dot_v1_dot_daemon__pb2.ResidualsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutResiduals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moshpitd.v1.Daemon/PutResiduals',
+            moshpitd_dot_v1_dot_daemon__pb2.ResidualsRequest.SerializeToString,
+            moshpitd_dot_v1_dot_daemon__pb2.ResidualsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from moshpitd.cli import (
+    bench_algorithms,
     bench_allreduce,
     bench_asysg,
     bench_churn,
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command("allreduce")(bench_allreduce.allreduce)
 app.command("asysg")(bench_asysg.asysg)
+app.command("algorithms")(bench_algorithms.algorithms)
 app.command("codecs")(bench_codecs.codecs)
 app.command("latency")(bench_latency.latency)
 app.command("link")(bench_link.link)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from moshpitd.cli.demo_algorithms import DEFAULT, NAMES, ROWS, Row
 from moshpitd.cli.output import console
 from moshpitd.errors import ConfigError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 STEPS = 640
 """80 averages, of which the killed node misses 15 to 25. Accuracy then is 0.967 to 0.981 over ten
 seeds without daemons; 480 steps reach the bars as well, with less to spare."""
+PACE_S = 0.08
 PEERS_MIN, PEERS_MAX = 3, 64
 """Of two shards each holds half of the classes, and alone is not bad enough to prove anything."""
 EVERY_MIN, ROUNDS_MIN = 8, 20
@@ -37,6 +39,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 def demo(
     peers: Annotated[int, typer.Option(help="Daemons, and trainers.")] = 4,
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="What they train with; `list` prints the names and ends."
+        ),
+    ] = DEFAULT,
     kill: Annotated[
         int | None,
         typer.Option(help="Nodes to kill in between, 0 or 1. [default: 1, in a grid 0]"),
@@ -47,19 +55,34 @@ def demo(
     max_group: Annotated[
         int, typer.Option(help="Largest group; fewer than peers makes a grid.")
     ] = 16,
-    steps: Annotated[int, typer.Option(help="Local steps of each trainer.")] = STEPS,
+    steps: Annotated[
+        int | None,
+        typer.Option(help=f"Local steps of each trainer. [default: the algorithm's, or {STEPS}]"),
+    ] = None,
     every: Annotated[int, typer.Option(help="Local steps between two averages.")] = EVERY_MIN,
     pace: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Least time per step, so that a kill falls into it."),
-    ] = 0.08,
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Least time per step, so that a kill falls into it. "
+            f"[default: the algorithm's, or {PACE_S}]",
+        ),
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Work there, and leave configs, logs and parameters."),
     ] = None,
 ) -> None:
     """Train one model with several daemons on this machine, kill a node, and prove it worked."""
-    plan = _plan(peers=peers, kill=kill, max_group=max_group, steps=steps, every=every, pace_s=pace)
+    if algorithm == "list":
+        console().print("\n".join(NAMES))
+        return
+    row = _row(algorithm)
+    plan = _plan(
+        peers=peers, kill=kill, max_group=max_group, every=every, row=row,
+        steps=steps if steps is not None else row.steps if row else STEPS,
+        pace_s=pace if pace is not None else row.pace_s if row else PACE_S,
+    )  # fmt: skip
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigError(
             "the demo's data comes with scikit-learn, which is not installed",
@@ -112,8 +135,22 @@ def _perform(
     return told
 
 
+def _row(algorithm: str) -> Row | None:
+    """None for the demo of Moshpit SGD."""
+    if algorithm not in NAMES:
+        raise ConfigError(f"no demo of {algorithm!r}", key="--algorithm", expected=", ".join(NAMES))
+    return ROWS.get(algorithm)
+
+
 def _plan(
-    *, peers: int, kill: int | None, max_group: int, steps: int, every: int, pace_s: float
+    *,
+    peers: int,
+    kill: int | None,
+    max_group: int,
+    steps: int,
+    every: int,
+    pace_s: float,
+    row: Row | None,
 ) -> Plan:
     from moshpitd.cli.demo_stage import Plan
 
@@ -122,17 +159,21 @@ def _plan(
         ("--kill", kill or 0, 0, 1),
         ("--max-group", max_group, 2, 64),
         ("--every", every, EVERY_MIN, 10_000),
-        ("--steps", steps, ROUNDS_MIN * every, 10_000_000),
+        ("--steps", steps, ROUNDS_MIN * (1 if row else every), 10_000_000),
         ("--pace", pace_s, 0, 60),
     ):
         if not low <= value <= high:
             raise ConfigError(f"{value} is out of range", key=key, expected=f"{low}..{high}")
     sides = _sides(peers, max_group)
+    if row is not None and len(sides) > 1:
+        raise ConfigError(
+            f"{row.name} on a grid", key="--max-group", expected=f"at least {peers}, one group"
+        )
     if kill is None:
         # A dead node leaves a gap in its line, and who is in that line waits a window for it in
         # every round: the demo of the grid is about groups and exact sweeps.
         kill = 1 if len(sides) == 1 else 0
-    return Plan(peers, kill, max_group, sides, steps, every, pace_s)
+    return Plan(peers, kill, max_group, sides, steps, every, pace_s, row)
 
 
 def _sides(peers: int, max_group: int) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 # Below the ports that kernels hand to outgoing connections (32768 on Linux, 49152 elsewhere): while
 # the killed node is down, a neighbour's connection must not be given its port.
 PORTS = range(20_000, 32_000)
+DIGITS = ("moshpitd.examples.digits", "swarm")  # a trainer, if no other is named
 LOG_TAIL = 25  # lines of a log that are shown when its process failed
 LEAVE_S = 12.0  # a daemon's drain of 5 s and its stop
 STATUS_TIMEOUT_S = 2.0
@@ -250,7 +251,9 @@ class Node:
             within=self.within,
         )
 
-    def start_trainer(self, children: Children, options: list[str], *, seed: int) -> None:
+    def start_trainer(
+        self, children: Children, options: list[str], *, seed: int, program: Sequence[str] = DIGITS
+    ) -> None:
         self.lives += 1
         told = self.folder / f"trainer-{self.lives}.jsonl"
         self.story.begin(JsonLines(told))
@@ -258,7 +261,7 @@ class Node:
         files = ["--json", str(told), "--dump", str(self.dump)]
         self.trainer = children.start(
             f"the trainer of {self.name}",
-            ["-m", "moshpitd.examples.digits", "swarm", *own, *files, *options],
+            ["-m", *program, *own, *files, *options],
             self.folder / "trainer.log",
         )
 

@@ -6,12 +6,14 @@ and the trainers.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moshpitd.cli.demo_algorithms import KILLED_AT, Row
 from moshpitd.cli.demo_processes import (
     LEAVE_S,
     Children,
@@ -30,12 +32,16 @@ SILENCE_S = 150.0
 """Nobody tells anything for so long: it hangs. Above the trainers' wait for each other at the end
 (120 s)."""
 RUN = "digits"
+LOCKSTEP = {"averaging.window_s": 2.0, "averaging.answer_timeout_s": 1.0}
+"""For trainers that average in every step: on one machine whoever is not there within two seconds
+is not coming, and all the others wait for that long."""
 SEED_OF_A_NEWCOMER = 1000  # added to the index: other initial parameters than in the first life
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be played. `sides` is the grid: one side when all fit one group."""
+    """What is to be played. `sides` is the grid: one side when all fit one group. Without a `row`
+    it is Moshpit SGD with its yardsticks."""
 
     peers: int
     kill: int
@@ -44,6 +50,7 @@ class Plan:
     steps: int
     every: int
     pace_s: float
+    row: Row | None = None
 
 
 class Stage:
@@ -72,23 +79,25 @@ class Stage:
         """From nothing to everything that is known. Raises `DemoFailed`."""
         self._start_daemons(screen)
         for node in self.nodes:
-            node.start_trainer(self.children, self._options(), seed=node.index)
+            self._start_trainer(node)
         self._train(screen)
         status = self.nodes[0].status()
         grid = [list(run.grid) for run in status.runs if run.run == RUN] if status else []
-        screen.doing("one trainer alone, one with all data, and the comparison of the parameters")
-        self._until(screen, self._yardsticks.advance)
+        if self.plan.row is None:
+            screen.doing("one trainer alone, one with all data, and a comparison of parameters")
+            self._until(screen, self._yardsticks.advance)
         difference = self._compare(screen)
         screen.doing("the daemons leave")
         return Played(
             stories=self.stories,
             sides=self.plan.sides,
             grid=grid[0] if grid else [],
-            alone=self._yardsticks.reached["alone"],
-            central=self._yardsticks.reached["central"],
+            alone=self._yardsticks.reached.get("alone"),
+            central=self._yardsticks.reached.get("central"),
             difference=difference,
             killed=self.killed,
             exit_codes=self._leave(),
+            row=self.plan.row,
         )
 
     def end(self) -> None:
@@ -101,7 +110,8 @@ class Stage:
 
     def _start_daemons(self, screen: Screen) -> None:
         first, *others = self.nodes
-        first.write_config(bootstrap=[], max_group=self.plan.max_group)
+        more = {} if self.plan.row is None else LOCKSTEP
+        first.write_config(bootstrap=[], max_group=self.plan.max_group, more=more)
         first.start_daemon(self.children)
         screen.doing("starting the first daemon")
         self._until(screen, lambda: self._join_address(first) is not None, DAEMON_START_S)
@@ -109,7 +119,7 @@ class Stage:
         assert address is not None
         screen.say(f"the first daemon is up: {address}")
         for node in others:
-            node.write_config(bootstrap=[address], max_group=self.plan.max_group)
+            node.write_config(bootstrap=[address], max_group=self.plan.max_group, more=more)
             node.start_daemon(self.children)
         screen.doing(f"{len(others)} more daemons start and join through it")
         joined: dict[int, int] = {}  # peer -> peers in its routing table
@@ -127,24 +137,27 @@ class Stage:
 
     def _train(self, screen: Screen) -> None:
         self._until(screen, lambda: all(story.started for story in self.stories))
-        screen.doing(f"{len(self.nodes)} trainers learn: a round every {self.plan.every} steps")
+        screen.doing(f"{len(self.nodes)} trainers learn: {self._in_words()}")
         fate = self._fate(screen)
         while not all(story.state == "done" for story in self.stories):
             self._look()
             next(fate, None)
-            self._yardsticks.advance()
+            if self.plan.row is None:
+                self._yardsticks.advance()
             screen.show()
             time.sleep(POLL_S)
         screen.say("all trainers are through")
 
     def _fate(self, screen: Screen) -> Iterator[None]:
-        """The last peer is killed after a third of the steps and restarted with the same identity
-        and other initial parameters. Yields whenever it has to wait."""
+        """The last peer is killed after a third of the steps (a fifth, where all go in lockstep)
+        and restarted with the same identity and other initial parameters. Yields whenever it has
+        to wait."""
         killed = self.killed
         if killed is None:
             return
         node = self.nodes[killed.peer]
-        while min(story.step for story in self.stories) * 3 < self.plan.steps:
+        one_in = 3 if self.plan.row is None else KILLED_AT
+        while min(story.step for story in self.stories) * one_in < self.plan.steps:
             yield
         node.kill()
         killed.when_s = screen.seconds
@@ -161,11 +174,11 @@ class Stage:
                 raise DemoFailed(f"{node.name} did not join again", node.logs)
             yield
         screen.say(f"{node.name}: joined as {status.peer_id}, a trainer starts", "yellow")
-        node.start_trainer(self.children, self._options(), seed=SEED_OF_A_NEWCOMER + node.index)
+        self._start_trainer(node, newcomer=True)
         while not node.story.started:
             yield
         killed.back_s = screen.seconds
-        took = "took a snapshot" if node.story.took_snapshot else "took no snapshot"
+        took = "took the swarm's state" if node.story.took_snapshot else "took no state"
         screen.say(f"{node.name}: back, {took}, goes on at step {node.story.step}", "bold green")
 
     def _compare(self, screen: Screen) -> float:
@@ -188,6 +201,35 @@ class Stage:
         return [daemon.code for daemon in daemons]
 
     # -- below ------------------------------------------------------------------------------------
+
+    def _start_trainer(self, node: Node, *, newcomer: bool = False) -> None:
+        seed = node.index + (SEED_OF_A_NEWCOMER if newcomer else 0)
+        if self.plan.row is None:
+            node.start_trainer(self.children, self._options(), seed=seed)
+            return
+        others = [story.step for story in self.stories if story is not node.story]
+        options = self._options_of(self.plan.row, begin_at=max(min(others), 1) if newcomer else 0)
+        program = ("moshpitd.examples.digits_by_name",)
+        node.start_trainer(self.children, options, seed=seed, program=program)
+
+    def _options_of(self, row: Row, *, begin_at: int) -> list[str]:
+        words = {
+            "--algorithm": row.name,
+            "--options": json.dumps(dict(row.options)),
+            "--shards": row.shards,
+            "--of": str(self.plan.peers),
+            "--steps": str(self.plan.steps),
+            "--pace": str(self.plan.pace_s),
+            "--begin-at": str(begin_at),
+        }
+        flags = ["--full-batch"] if row.full_batch else []
+        return ["--run", RUN, *(word for pair in words.items() for word in pair), *flags]
+
+    def _in_words(self) -> str:
+        row = self.plan.row
+        if row is None:
+            return f"a round every {self.plan.every} steps"
+        return f"{row.name}, {row.shards} shards"
 
     def _options(self) -> list[str]:
         """What all trainers are told alike."""

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moshpitd.cli.demo_algorithms import DEFAULT, Row
 from moshpitd.cli.demo_story import Story
 
 SWARM_AT_LEAST = 0.95
 """Accuracy with four shards that are 95 % own classes: 0.964 to 0.981 without daemons, exact
 averages."""
+ANY_ALGORITHM_AT_LEAST = 0.93
+"""Of whichever was asked for by name; in exact arithmetic without deaths they reach 0.95 to 0.98
+(each row's options are chosen so), and a swarm that did not mix ends at 0.48 to 0.72."""
 CENTRAL_WITHIN = 0.03
 """Of one process that has all data; measured 0.005 to 0.025."""
 ALONE_AT_MOST = 0.75
@@ -52,12 +56,13 @@ class Played:
     stories: list[Story]
     sides: tuple[int, ...]  # of the planned grid; one side for a flat group
     grid: list[int]  # as the daemons report it
-    alone: float
-    central: float
+    alone: float | None  # None: that was not asked for
+    central: float | None
     difference: float
     killed: Killed | None
     exit_codes: list[int | None]  # of the daemons, when they were asked to leave
     seconds: float = 0.0
+    row: Row | None = None  # of the algorithm that was asked for by name
 
 
 def report(played: Played) -> dict[str, Any]:
@@ -67,6 +72,8 @@ def report(played: Played) -> dict[str, Any]:
     first = finals[0]
     return {
         "passed": all(check.passed for check in checks),
+        "algorithm": DEFAULT if played.row is None else played.row.name,
+        "shards": "skewed" if played.row is None else played.row.shards,
         "peers": [story.summary(index) for index, story in enumerate(played.stories)],
         "grid": played.grid if len(played.sides) > 1 else [],
         "accuracy": {
@@ -90,18 +97,35 @@ def report(played: Played) -> dict[str, Any]:
 
 
 def judge(played: Played) -> list[Check]:
-    swarm = _swarm(played)
-    flat = len(played.sides) == 1
-    bar = DIFFERENCE_FLAT if flat else DIFFERENCE_GRID
+    swarm, row = _swarm(played), played.row
+    least = SWARM_AT_LEAST if row is None else ANY_ALGORITHM_AT_LEAST
     survivors = [s for i, s in enumerate(played.stories) if not _was_killed(played, i)]
     rounds = min(story.together for story in survivors)
     checks = [
         Check(
             "accuracy of the swarm (its worst peer)",
             f"{swarm:.3f}",
-            f">= {SWARM_AT_LEAST}",
-            swarm >= SWARM_AT_LEAST,
+            f">= {least}",
+            swarm >= least,
         ),
+        *_check_yardsticks(played, swarm),
+        Check(
+            "rounds together (fewest of a survivor)",
+            str(rounds),
+            f">= {ROUNDS_AT_LEAST}",
+            rounds >= ROUNDS_AT_LEAST,
+        ),
+        _check_shape(played),
+        _check_final(played),
+        _check_equal(played),
+    ]
+    return checks + _checks_of_the_killed(played) + [_check_exits(played)]
+
+
+def _check_yardsticks(played: Played, swarm: float) -> list[Check]:
+    if played.central is None or played.alone is None:
+        return []
+    return [
         Check(
             "below one process with all data",
             f"{played.central - swarm:.3f} (it has {played.central:.3f})",
@@ -114,22 +138,19 @@ def judge(played: Played) -> list[Check]:
             f"<= {ALONE_AT_MOST}",
             played.alone <= ALONE_AT_MOST,
         ),
-        Check(
-            "rounds together (fewest of a survivor)",
-            str(rounds),
-            f">= {ROUNDS_AT_LEAST}",
-            rounds >= ROUNDS_AT_LEAST,
-        ),
-        _check_shape(played),
-        _check_final(played),
-        Check(
-            "largest difference between parameters",
-            f"{played.difference:g}",
-            f"<= {bar:g}" if bar else "0",
-            played.difference <= bar,
-        ),
     ]
-    return checks + _checks_of_the_killed(played) + [_check_exits(played)]
+
+
+def _check_equal(played: Played) -> Check:
+    """Replicas are compared before the last average, the others after it."""
+    bar = DIFFERENCE_FLAT if len(played.sides) == 1 else DIFFERENCE_GRID
+    replicas = played.row is not None and played.row.equal
+    return Check(
+        "largest difference between " + ("replicas" if replicas else "parameters"),
+        f"{played.difference:g}",
+        f"<= {bar:g}" if bar else "0",
+        played.difference <= bar,
+    )
 
 
 def _check_shape(played: Played) -> Check:
@@ -168,9 +189,15 @@ def _checks_of_the_killed(played: Played) -> list[Check]:
     killed = _killed(played)
     if killed is None or played.killed is None:
         return []
-    story = played.stories[played.killed.peer]
+    story, row = played.stories[played.killed.peer], played.row
     back = killed["back_s"] is not None
     seconds = f"after {killed['back_s'] - killed['when_s']:.1f} s" if back else "not back"
+    state = Check(
+        "... with the swarm's state",
+        "taken" if killed["took_snapshot"] else "not taken",
+        "taken",
+        killed["took_snapshot"],
+    )
     return [
         Check(
             "killed peer came back",
@@ -178,12 +205,7 @@ def _checks_of_the_killed(played: Played) -> list[Check]:
             "the same PeerID",
             back and killed["same_peer_id"],
         ),
-        Check(
-            "... with the swarm's parameters",
-            "snapshot taken" if killed["took_snapshot"] else "no snapshot",
-            "snapshot taken",
-            killed["took_snapshot"],
-        ),
+        *([state] if row is None or row.rejoins else []),
         Check(
             "... and finished with the others",
             f"step {story.step}, {'together' if story.end.get('together') else 'not together'}",

@@ -7,9 +7,9 @@ its own, `RUN.NAME`, with one codec for its life.
 A session has one bucket and one round at a time, and a run one codec and one schema, so averages
 that differ in any of these are runs that differ; it is what GradientAveraging does per bucket, and
 needs nothing new of the daemon but a codec per run. Error feedback is the daemon's own, on both
-sides, and stays there while the run has a trainer: `state_dict` of an average is empty. The tensors
-are gradients or momenta, which are nobody's to inherit: all peers attach with zeros, one lineage,
-and a snapshot that a catch-up loads never reaches a caller.
+sides; `state_dict` of an average asks for it, and `load_state_dict` puts it back. The tensors are
+gradients or momenta, which are nobody's to inherit: all peers attach with zeros, one lineage, and a
+snapshot that a catch-up loads never reaches a caller.
 
 Where an algorithm needs codes one way and the exact mean back (DIANA, MARINA), values are coded
 here and what they decode to travels as float32: the right arithmetic, and no bytes saved until a
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import torch
@@ -35,6 +35,7 @@ from moshpitd.client.meetings import DaemonMeetings
 from moshpitd.client.memory import NodeMemory
 from moshpitd.client.neighbours import DaemonNeighbours
 from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
+from moshpitd.client.owing import OwingSession
 from moshpitd.client.primitives import EXACT, Coding, Mean, StoreOptions, Tensors
 from moshpitd.client.result import Result
 from moshpitd.client.session import Session
@@ -71,7 +72,15 @@ class SwarmOfDaemons:
     """`Averages` and `Neighbourhood` beside a session. `options` go to every round; `rounds` is a
     sweep if not given, so that a full grid is exact."""
 
-    def __init__(self, session: Session, **options: Unpack[AverageOptions]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        heard: Callable[[str, Result], None] | None = None,
+        **options: Unpack[AverageOptions],
+    ) -> None:
+        """`heard(run, result)` hears of every finished round, in the thread that landed it."""
+        self._heard = heard
         self._options: AverageOptions = {"rounds": "sweep", **options}
         check_options(self._options)
         self.session = session
@@ -110,6 +119,12 @@ class SwarmOfDaemons:
     def _count(self, nbytes: int) -> None:
         self.bytes_sent += nbytes
 
+    def finished(self, run: str, result: Result) -> None:
+        """For an average: one of its rounds is over."""
+        self.bytes_sent += result.bytes_sent
+        if self._heard is not None:
+            self._heard(run, result)
+
     def averages(self, name: str, *, like: Tensors, coding: Coding = EXACT) -> DaemonAverage:
         here = ""
         if coding.back != coding.codec:
@@ -122,7 +137,7 @@ class SwarmOfDaemons:
             here, coding = coding.codec, EXACT
         run = run_name(self.session.run, name)
         values = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
-        session = Session(
+        session = OwingSession(
             run,
             source_of(None, values),
             socket=self.session.socket,
@@ -133,7 +148,7 @@ class SwarmOfDaemons:
         if self.session.attached:
             # An average that begins before it is attached is a missed update of everybody's.
             session.wait_attached(ATTACH_WITHIN_S)
-        return DaemonAverage(self, session, values, self._options, here)
+        return DaemonAverage(self, session, values, self._options, here, owes=coding.feedback)
 
     def shared(self, name: str, *, start: Tensors) -> NodeMemory:
         return NodeMemory.opened(self.session, name, start, ATTACH_WITHIN_S)
@@ -148,12 +163,14 @@ class DaemonAverage:
     def __init__(
         self,
         swarm: SwarmOfDaemons,
-        session: Session,
+        session: OwingSession,
         values: dict[str, Tensor],
         options: AverageOptions,
         coded_here: str = "",
+        *,
+        owes: bool = False,
     ) -> None:
-        self.session = session
+        self.session, self._owes = session, owes
         self._coded_here, self._rounds = coded_here, 0
         self._swarm, self._values, self._options = swarm, values, options
 
@@ -209,7 +226,7 @@ class DaemonAverage:
 
     def finished(self, result: Result, sent: dict[str, Tensor], weight: int) -> Mean:
         """For a round: what became of it."""
-        self._swarm.bytes_sent += result.bytes_sent
+        self._swarm.finished(self.session.run, result)
         if not result.applied or result.status == "alone":
             return Mean(dict(sent), dict(sent))
         missing = self._missing(result)
@@ -233,15 +250,24 @@ class DaemonAverage:
         return frozenset().union(*names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the daemon keeps what codecs owe, and a trainer that restarts finds it there."""
-        return {}
+        """What this node's codec owes, on both sides, and how many draws were made here. Without a
+        daemon that cannot be known, and the checkpoint says that nothing is."""
+        found: dict[str, Any] = {"rounds": self._rounds} if self._rounds else {}
+        if self._owes:
+            try:
+                return found | dict(self.session.residuals())
+            except DaemonUnavailable as error:
+                log.warning("%s: error feedback is not saved: %s", self.session.run, error)
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            log.warning(
-                "%s: what a codec owed in the checkpoint is dropped: the daemon keeps its own",
-                self.session.run,
-            )
+        self._rounds = int(state.get("rounds", 0))
+        if not self._owes:
+            return
+        try:
+            self.session.owe(state)
+        except DaemonUnavailable as error:
+            log.warning("%s: error feedback is not loaded: %s", self.session.run, error)
 
     def close(self) -> None:
         self.session.close()

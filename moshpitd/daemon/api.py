@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from moshpitd.core.outcome import Row
 from moshpitd.daemon.buffers import HEADER_BYTES
+from moshpitd.daemon.owed import give_residual, take_residual
 from moshpitd.daemon.runs import Run
 from moshpitd.daemon.stores import Stores
 from moshpitd.daemon.trainers import Ask, Attachment, Ended, Progressed, Step
@@ -221,6 +222,22 @@ class Servicer(services.DaemonServicer):
     async def StorePush(self, request: Any, context: Any) -> Any:
         run = self._node.run_of(request.trainer)
         return messages.StorePushReply(verdict=await self._node.stores.push(run, request))
+
+    async def GetResiduals(self, request: Any, context: Any) -> Any:
+        run = self._node.run_of(request.trainer)
+        found = await give_residual(
+            run, request.trainer, request.generation, reducer=request.reducer
+        )
+        return messages.ResidualsReply(nothing=not found)
+
+    @_refusing
+    async def PutResiduals(self, request: Any, context: Any) -> Any:
+        run = self._node.run_of(request.trainer)
+        take_residual(
+            run, request.trainer, request.generation, reducer=request.reducer,
+            nothing=request.nothing,
+        )  # fmt: skip
+        return messages.ResidualsReply(nothing=request.nothing)
 
     @_refusing
     async def Status(self, request: Any, context: Any) -> Any:

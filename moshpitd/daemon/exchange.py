@@ -222,10 +222,13 @@ class Exchange:
                     return current.moved
         return self._intake.counters(group_id)
 
-    def residual_bytes(self, name: str) -> Mapping[str, int]:
-        """Memory of what is owed to later rounds, and of what may be: "sender" and "reducer"."""
-        residuals = self._run(name).residuals
-        return {} if residuals is None else residuals.nbytes
+    def residuals(self, name: str, *, settle: bool = False) -> Residuals | None:
+        """What is owed to later rounds. `settle`, between rounds: those that linger have ended."""
+        run = self._run(name)
+        if settle:
+            for lingering in list(run.rounds.values()):
+                lingering.settle()
+        return run.residuals
 
     def choices(self, name: str) -> Mapping[str, Choice]:
         """How contributions travelled last, by peer; empty unless the run's codec is "auto"."""

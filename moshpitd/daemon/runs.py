@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ from moshpitd.daemon.trainers import (
 )
 from moshpitd.rpc.status import refusal
 from moshpitd.tensors.blocks import Blocks
+from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ class Store(Protocol):
     def examine(self, name: str, trainer: str) -> tuple[str | None, float]: ...  # blocks
     def set_state(self, name: str, state: bytes) -> None: ...  # blocks
     def state(self, name: str) -> bytes: ...
-    def residual_bytes(self, name: str) -> Mapping[str, int]: ...
     def choices(self, name: str) -> Mapping[str, Choice]: ...
+    def residuals(self, name: str, *, settle: bool = False) -> Residuals | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,8 @@ class Run:
 
     def residual_bytes(self) -> Mapping[str, int]:
         """Memory of the run's residuals, by the side that keeps them: sender, reducer."""
-        return self._ground.exchange.residual_bytes(self.name) if self.layout is not None else {}
+        owed = self._ground.exchange.residuals(self.name) if self.layout is not None else None
+        return {} if owed is None else owed.nbytes
 
     @property
     def codec(self) -> str:
@@ -359,6 +361,17 @@ class Run:
     def get_state(self, name: str) -> bytes:
         self.trainer(name)
         return self._ground.exchange.state(self.name)
+
+    @contextmanager
+    def between_rounds(self, name: str, generation: int) -> Iterator[Any]:
+        if self.driver.peer.work is not None:
+            raise refusal("bucket_busy", f"run {self.name!r} is in a round")
+        trainer = self._begin(name, generation)
+        try:
+            owed = self._ground.exchange.residuals(self.name, settle=True)
+            yield trainer.bucket, self.layout, owed
+        finally:
+            self._end(trainer)
 
     def trainer(self, name: str) -> Trainer:
         trainer = self.trainers.get(name)

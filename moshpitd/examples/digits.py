@@ -79,10 +79,20 @@ class Batches:
     def __init__(self, x: Tensor, y: Tensor, seed: int) -> None:
         self._x, self._y = x, y
         self._draw = torch.Generator().manual_seed(seed)
+        self.size = len(y)
         self.loss = float("nan")  # of the last step, for whoever tells about it
 
+    @property
+    def count(self) -> int:
+        """Images in a batch."""
+        return BATCH
+
+    def chosen(self) -> Tensor:
+        """The images of the next batch."""
+        return torch.randint(self.size, (BATCH,), generator=self._draw)
+
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        chosen = torch.randint(len(self._y), (BATCH,), generator=self._draw)
+        chosen = self.chosen()
         loss = nn.functional.cross_entropy(model(self._x[chosen]), self._y[chosen])
         optimizer.zero_grad()
         loss.backward()

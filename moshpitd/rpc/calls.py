@@ -91,6 +91,16 @@ class Calls:
         reply = cast(messages.GetStateReply, self._unary(self._stub.GetState, request, timeout_s))
         return reply.state
 
+    def get_residuals(
+        self, request: messages.ResidualsRequest, timeout_s: float
+    ) -> messages.ResidualsReply:
+        return cast(
+            messages.ResidualsReply, self._unary(self._stub.GetResiduals, request, timeout_s)
+        )
+
+    def put_residuals(self, request: messages.ResidualsRequest, timeout_s: float) -> None:
+        self._unary(self._stub.PutResiduals, request, timeout_s)
+
     def status(self, timeout_s: float = 5.0) -> messages.StatusReply:
         request = messages.StatusRequest()
         return cast(messages.StatusReply, self._unary(self._stub.Status, request, timeout_s))

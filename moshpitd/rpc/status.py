@@ -46,6 +46,7 @@ CODES = {
     "no_topology": "FAILED_PRECONDITION",
     "schema_changed": "FAILED_PRECONDITION",
     "run_differs": "FAILED_PRECONDITION",
+    "no_feedback": "FAILED_PRECONDITION",
     "bucket_unreachable": "FAILED_PRECONDITION",
     "buffers_dir": "FAILED_PRECONDITION",
     "bucket_modified": "ABORTED",

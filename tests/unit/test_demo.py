@@ -14,15 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from moshpitd.cli import demo
+from moshpitd.cli.demo_algorithms import ROWS
 from moshpitd.cli.demo_processes import Children, DemoFailed, Node, free_ports, tail
 from moshpitd.cli.demo_screen import checks_table, peers_table
 from moshpitd.cli.demo_story import JsonLines, Story
 from moshpitd.cli.demo_verdict import Killed, Played, judge, report
 from moshpitd.cli.main import app
+from moshpitd.client.optim import by_name
 from moshpitd.daemon.settings import Settings
+from moshpitd.testing import ArithmeticSwarm
 
 NAMES = ["peer A", "peer B", "peer C", "peer D"]
 
@@ -160,7 +165,7 @@ def test_another_identity_and_no_snapshot_are_found(tmp_path: Path) -> None:
     it = played(tmp_path)
     it.stories[3] = told(tmp_path, start("old") + average(8), start("new") + average(16) + end())
     names = [check.name for check in judge(it) if not check.passed]
-    assert {"killed peer came back", "... with the swarm's parameters"} <= set(names)
+    assert {"killed peer came back", "... with the swarm's state"} <= set(names)
 
 
 def test_a_demo_without_a_kill_has_no_checks_of_one(tmp_path: Path) -> None:
@@ -325,3 +330,65 @@ def test_the_command_can_be_run_under_a_chosen_interpreter() -> None:
         env=environ,
     )
     assert "demo" in done.stdout
+
+
+# ---- Algorithms by name.
+
+
+def of_row(tmp_path: Path, name: str, **changes: Any) -> Played:
+    found = replace(played(tmp_path), alone=None, central=None, row=ROWS[name])
+    return replace(found, **changes)
+
+
+def test_a_demo_by_name_has_its_own_bars(tmp_path: Path) -> None:
+    found = report(of_row(tmp_path, "diloco"))
+    assert found["passed"], found["checks"]
+    assert (found["algorithm"], found["shards"]) == ("diloco", "skewed")
+    names = [check["name"] for check in found["checks"]]
+    assert "largest difference between replicas" in names
+    assert "accuracy of one trainer alone" not in names
+    assert not report(of_row(tmp_path, "diloco", difference=1e-9))["passed"]
+    worse = of_row(tmp_path, "diloco")
+    worse.stories[1].end["accuracy"] = 0.92
+    failed = [check.name for check in judge(worse) if not check.passed]
+    assert failed == ["accuracy of the swarm (its worst peer)"]
+    lost = of_row(tmp_path, "diloco")
+    lost.stories[3].took_snapshot = False
+    assert [check.name for check in judge(lost) if not check.passed] == [
+        "... with the swarm's state"
+    ]
+    asynchronous = of_row(tmp_path, "async-model-average")
+    assert "largest difference between parameters" in [c.name for c in judge(asynchronous)]
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_row_makes_its_optimizer(name: str) -> None:
+    """Options are JSON on a trainer's command line: what cannot be is an error here already."""
+    options = json.loads(json.dumps(dict(ROWS[name].options)))
+    if "inner" in options:
+        options["inner"] = getattr(torch.optim, options["inner"])
+    if name == "gradient-averaging":
+        assert options.keys() <= {"settle_every", "bucket_bytes", "overlap"}
+        return
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = by_name(name, model.parameters(), ArithmeticSwarm(1).peer(0), **options)
+    assert optimizer.algorithm == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--algorithm", "adagrad"], "no demo of 'adagrad'"),
+        (["--algorithm", "diloco", "--peers", "9", "--max-group", "3"], "one group"),
+    ],
+)
+def test_algorithms_that_no_row_has_and_grids_are_refused(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_the_names_of_all_demos() -> None:
+    result = CliRunner().invoke(app, ["demo", "--algorithm", "list"])
+    assert result.exit_code == 0
+    assert {"moshpit-sgd", *ROWS} == set(result.stdout.split())

@@ -24,6 +24,7 @@ from moshpitd.net.frames import FrameKind
 from moshpitd.tensors.codecs import CODECS
 from moshpitd.tensors.feedback import ErrorFeedback, Residuals
 from moshpitd.tensors.layout import Part
+from moshpitd.tensors.owing import load_residual, write_residual
 from tests.kit.bounds import Bounds, true_mean
 from tests.kit.planes import (
     RUN,
@@ -47,6 +48,11 @@ LOSSY = ["float16", "bfloat16", "int8", "int4", "minmax-uint8", "qsgd", "natural
 
 def tensors(values: Tensor) -> dict[str, Tensor]:
     return {"w": values, "steps": torch.arange(5)}
+
+
+def owed_bytes(plane: Plane) -> dict[str, int]:
+    residuals = plane.exchange.residuals(RUN)
+    return {} if residuals is None else residuals.nbytes
 
 
 def normal(seed: int) -> Tensor:
@@ -146,7 +152,7 @@ def test_without_feedback_the_errors_add_up(tmp_path: Path) -> None:
                 close_round(made, group)
                 got += result(made[0]).double()
             off[fed] = (got - 8 * values.double()).abs().max().item()
-            assert all((p.exchange.residual_bytes(RUN) == {}) is not fed for p in made)
+            assert all((p.exchange.residuals(RUN) is None) is not fed for p in made)
     assert off[False] > 3 * off[True]
 
 
@@ -245,7 +251,7 @@ def test_only_float32_parts_owe_anything(tmp_path: Path) -> None:
             close_round(made, group)
         for plane in made:
             lossy = sum(part.nbytes for part in plane.layout.parts if part.dtype == "float32")
-            sides = plane.exchange.residual_bytes(RUN)
+            sides = owed_bytes(plane)
             assert 0 < sides["sender"] + sides["reducer"] <= 2 * lossy
             reduced = {p.index for p in plane.layout.parts if residuals(plane).reducer.has(p)}
             sent = {p.index for p in plane.layout.parts if residuals(plane).sender.has(p)}
@@ -256,7 +262,7 @@ def test_only_float32_parts_owe_anything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["bagua-minmax-uint8", "rand-k", "sign-rms"])
 def test_a_codec_that_does_not_contract_is_not_fed(codec: str, three: list[Plane]) -> None:
     play(three, codec, 0)
-    assert all(sum(p.exchange.residual_bytes(RUN).values()) == 0 for p in three)
+    assert all(sum(owed_bytes(p).values()) == 0 for p in three)
 
 
 # -- outcomes: everything else leaves the residuals as they were ---------------------------------
@@ -480,7 +486,7 @@ def test_a_loaded_snapshot_forgets_them_and_is_counted(three: list[Plane]) -> No
     assert parts > 0
     plane.exchange.initial_snapshot(RUN, "t", 4)
     plane.exchange.handle(RUN, LoadSnapshot(b"", 4, ("t",)))
-    assert sum(plane.exchange.residual_bytes(RUN).values()) == 0
+    assert sum(owed_bytes(plane).values()) == 0
     assert plane.exchange.residuals_dropped == {"snapshot": parts}
 
 
@@ -490,4 +496,36 @@ def test_they_go_with_their_run(three: list[Plane]) -> None:
     plane.exchange.remove_run(RUN)
     assert set(plane.exchange.residuals_dropped) == {"run_ended"}
     plane.exchange.add_run(RUN, plane.layout, "int8")
-    assert sum(plane.exchange.residual_bytes(RUN).values()) == 0
+    assert sum(owed_bytes(plane).values()) == 0
+
+
+def test_a_residual_goes_through_a_bucket_and_back(three: list[Plane]) -> None:
+    """What a checkpoint holds: both sides, where their elements lie; the rest of the bucket, and a
+    bucket of which nothing is owed, stay as they are."""
+    group = group_of(three, codec="int8")
+    play_round(three, group, open_round(three, group))
+    close_round(three, group)
+    plane, other = three[0], three[1]
+    residuals = plane.exchange.residuals(RUN, settle=True)
+    theirs = other.exchange.residuals(RUN, settle=True)
+    assert residuals is not None
+    assert theirs is not None
+    bucket = plane.exchange.bucket(RUN, "t")
+    assert bucket is not None
+    layout = plane.layout
+    for mine, another in (
+        (residuals.sender, theirs.sender),
+        (residuals.reducer, theirs.reducer),
+    ):
+        wanted = mine.state_dict()["float32"]
+        assert float(wanted.abs().max()) > 0
+        assert write_residual(mine, layout, bucket.data)
+        steps = layout.views(bucket.data)[1]
+        assert steps.dtype == torch.int64
+        load_residual(another, layout, bucket.data)
+        assert torch.equal(another.state_dict()["float32"], wanted)
+        before = bucket.data.clone()
+        load_residual(another, layout, None)
+        assert another.state_dict() == {}
+        assert not write_residual(another, layout, bucket.data)
+        assert torch.equal(bucket.data, before)

@@ -4,7 +4,7 @@ replicas that must be equal are."""
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -234,3 +234,41 @@ def test_async_checkpoints() -> None:
     other.step(lambda i, k, x: x)
     with pytest.raises(TrainerError, match="every 0"):
         AsyncModelAverage([nn.Parameter(torch.zeros(1))], swarm.peer(0), every=0, lr=0.1)
+
+
+def test_who_missed_whole_updates_notices_in_the_next_and_counts_on_with_the_others() -> None:
+    team = Team(
+        ArithmeticSwarm(3), "gradient-allreduce", [torch.zeros(4)] * 3, lr=0.1, check_every=10
+    )
+    gradient = lambda i, k, x: x - i  # noqa: E731
+    team.step(gradient, steps=2)
+    team.step(gradient, steps=3, peers=[0, 2])
+    optimizers: list[Any] = [trainer.optimizer for trainer in team.trainers]
+    assert [(o.version, o.current) for o in optimizers] == [(5, True), (2, True), (5, True)]
+    team.step(gradient)
+    assert [(o.version, o.current) for o in optimizers] == [(6, True), (6, False), (6, True)]
+    assert not team.equal()
+    team.step(gradient, steps=4)
+    assert team.equal(), "all compared at update 10"
+    assert [o.resyncs for o in optimizers] == [0, 1, 0]
+
+
+def test_who_meets_nobody_any_more_waits_where_the_others_compare() -> None:
+    swarm = ArithmeticSwarm(3)
+    team = Team(swarm, "gradient-allreduce", [torch.zeros(4)] * 3, lr=0.1, check_every=10)
+    gradient = lambda i, k, x: x - i  # noqa: E731
+    team.step(gradient, steps=2)
+    swarm.lose_contribution("gradient-allreduce.gradient", round=2, peer=1)
+    team.step(gradient, peers=[1])  # a round of its own, with nobody in it
+
+    def play(peer: int) -> None:
+        trainer, optimizer = team.trainers[peer], cast(Any, team.trainers[peer].optimizer)
+        while optimizer.version < 20:
+            trainer.step(gradient)
+
+    swarm.lose_contribution("gradient-allreduce.gradient", round=3, peer=1)
+    swarm.play(play)
+    found: Any = team.trainers[1].optimizer
+    assert found.missed >= 1
+    assert found.resyncs == 1
+    assert team.equal()

@@ -241,6 +241,17 @@ class AsyncModelAverage(SwarmOptimizer):
             if self._delay == 0:
                 self._bring_in()
 
+    def catch_up(self) -> bool:
+        """For a trainer that joins, or was away: take the others' mean and count nothing. False:
+        nobody came; call again."""
+        with torch.no_grad():
+            self._bring_in(wait=True)
+            mine = {name: value.clone() for name, value in self.parameters().items()}
+            found = self._opened(mine).average(mine, weight=0)
+            if found.contributors:
+                self.write(found.tensors)
+            return bool(found.contributors)
+
     def land(self) -> None:
         """Wait for the average in flight, if any: at the end, or before a checkpoint that shall
         hold it."""

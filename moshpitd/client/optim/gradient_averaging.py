@@ -115,6 +115,11 @@ class GradientAveraging(Wrapped):
             list(pool.map(GradientBucket.start, buckets))
         return buckets
 
+    @property
+    def version(self) -> int:
+        """Averages of gradients that the swarm has made: its clock, the same on all trainers."""
+        return self._buckets[0].session.version
+
     # -- a step -----------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -15,7 +15,7 @@ from torch import Tensor
 from moshpitd.client.optim.distributed import Gradients, named
 from moshpitd.client.optim.replicas import CHECK_EVERY, NothingToApplyError, Replicated
 from moshpitd.client.optim.shifts import unbiased_coding
-from moshpitd.client.primitives import EXACT, Mean
+from moshpitd.client.primitives import EXACT, Coding, Mean
 from moshpitd.errors import TrainerError
 from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.rules import marina
@@ -86,6 +86,9 @@ class MARINA(Replicated):
         # Without the gradient of the point before there is no difference to tell.
         weight = self.weight(gradients) if self._informed else 0
         return self.average("difference", differences, coding=self._coding, weight=weight)
+
+    def choices(self) -> dict[str, Coding]:
+        return {"full": EXACT, "difference": self._coding}
 
     def _compares(self) -> bool:
         """At every full round as well."""

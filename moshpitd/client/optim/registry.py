@@ -8,14 +8,18 @@ from typing import Any
 
 from moshpitd.client.optim.asysg import AsySGCon, AsySGIncon
 from moshpitd.client.optim.bagua import CUBE, QAdam
+from moshpitd.client.optim.delayed_sgd import DelayedSGD
 from moshpitd.client.optim.diana import ADIANA, DIANA, VRDIANA
 from moshpitd.client.optim.differences import DCD, ChocoSGD
+from moshpitd.client.optim.diloco import DiLoCo, StreamingDiLoCo
 from moshpitd.client.optim.distributed import SwarmOptimizer
 from moshpitd.client.optim.feedback import ECSGD, ECSGDDiana, EFSignSGD
 from moshpitd.client.optim.gossip import ADPSGD, DPSGD, GossipSGD, StochasticGradientPush
 from moshpitd.client.optim.marina import MARINA, PPMARINA
 from moshpitd.client.optim.mean_gradient import NUQSGD, QSGD
 from moshpitd.client.optim.onebit import OneBitAdam, OneBitLamb
+from moshpitd.client.optim.powersgd import PowerSGD
+from moshpitd.client.optim.target_batch import TargetBatch
 from moshpitd.client.optim.zero_one import ZeroOneAdam
 from moshpitd.client.session import Session
 from moshpitd.client.swarm import SwarmOfDaemons
@@ -45,6 +49,11 @@ FAMILIES: tuple[type[SwarmOptimizer], ...] = (
     PPMARINA,
     AsySGCon,
     AsySGIncon,
+    DiLoCo,
+    StreamingDiLoCo,
+    PowerSGD,
+    DelayedSGD,
+    TargetBatch,
 )
 ALGORITHMS: dict[str, type[SwarmOptimizer]] = {kind.algorithm: kind for kind in FAMILIES}
 

@@ -8,8 +8,11 @@ these, the one that more than half of them hold. Then the whole state is average
 and only the right ones count: all hold the same bits again.
 
 An update is missed when its average was partial in a way that others need not share: no result for
-a tensor here, nobody met, or others averaged without us. Nothing heals a wrong state that is equal
-on most: that is training.
+a tensor here, nobody met, or others averaged without us. Every update's average also carries the
+version that it is, of those who missed none (an integer, so the members learn the highest): who is
+behind has missed some, and counts on from there, in step with the others. Who meets nobody although
+it had company waits where the others compare. Nothing heals a wrong state that is equal on most:
+that is training.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 import torch
@@ -24,7 +28,15 @@ from torch import Tensor
 
 from moshpitd.client.checks import check_weight
 from moshpitd.client.optim.distributed import Gradients, SwarmOptimizer
-from moshpitd.client.primitives import EXACT, Averages, Coding, GroupAverage, Mean, require_averages
+from moshpitd.client.primitives import (
+    EXACT,
+    Averages,
+    Coding,
+    GroupAverage,
+    Mean,
+    Pending,
+    require_averages,
+)
 from moshpitd.errors import TrainerError
 from moshpitd.tensors.hashing import digest
 
@@ -33,6 +45,9 @@ log = logging.getLogger("moshpitd.client")
 CHECK_EVERY = 50
 """Updates between two comparisons. At a hundred bytes each they cost latency only, and this bounds
 what a missed update can grow to."""
+
+
+VERSION = "version"  # the name of the integer that travels with every update
 
 
 class NothingToApplyError(Exception):
@@ -70,6 +85,9 @@ class Replicated(SwarmOptimizer):
         self.current = True
         self.resyncs = 0
         self.missed = 0
+        self._behind = 0  # by how many updates, as this one's averages say
+        self._alone = False  # an average of this update had nobody in it
+        self._company = False  # there were others, and nobody has met none since
 
     # -- for subclasses ---------------------------------------------------------------------------
 
@@ -83,22 +101,58 @@ class Replicated(SwarmOptimizer):
         return {f"x.{name}": value for name, value in self.parameters().items()}
 
     def _restored(self) -> None:
-        """The replicated state was replaced."""
+        """The replicated state was replaced, by another one."""
 
     def average(
         self, name: str, tensors: Mapping[str, Tensor], *, coding: Coding, weight: int
     ) -> Mean:
         """A group average of this algorithm, opened at its first use."""
+        return self.begin(name, tensors, coding=coding, weight=weight).land()
+
+    def begin(
+        self, name: str, tensors: Mapping[str, Tensor], *, coding: Coding, weight: int
+    ) -> OfAnUpdate:
+        """The same without waiting: one of a name at a time."""
+        sent = {**tensors, VERSION: torch.tensor([self._claim])}
+        return OfAnUpdate(self, self._begin(name, sent, coding, weight), weight, self.version)
+
+    def _begin(
+        self, name: str, tensors: Mapping[str, Tensor], coding: Coding, weight: int
+    ) -> Pending[Mean]:
+        return self._opened(name, tensors, coding).begin(tensors, weight=weight)
+
+    def _opened(self, name: str, like: Mapping[str, Tensor], coding: Coding) -> GroupAverage:
         if name not in self._open:
             self._open[name] = self._swarm.averages(
-                f"{self.algorithm}.{name}", like=tensors, coding=coding
+                f"{self.algorithm}.{name}", like=like, coding=coding
             )
             if name in self._owed:
                 self._open[name].load_state_dict(self._owed.pop(name))
-        found = self._open[name].average(tensors, weight=weight)
+        return self._open[name]
+
+    def choices(self) -> dict[str, Coding]:
+        """Averages of tensors like the parameters of which an update makes one or another. Who
+        joins opens them all at once: it would be late for each at its first use otherwise, and
+        make its choices behind the others."""
+        return {}
+
+    def landed(self, found: Mean, *, weight: int, version: int) -> Mean:
+        """For `OfAnUpdate`: note what an average says of the others, and take that out."""
         if not weight and not found.contributors:
             raise NothingToApplyError
-        return found
+        tensors = dict(found.tensors)
+        highest = int(tensors.pop(VERSION))
+        if not found.contributors:
+            self._alone = True
+        elif VERSION not in found.missing and highest:
+            # Who is not current goes along with those who are, also backwards: on its own it may
+            # have counted what nobody else did.
+            lag = highest - 1 - version
+            if lag > 0 or not self.current:
+                self._behind = lag
+        self._company = self._company or len(found.contributors) > 1
+        own = {name: values for name, values in found.own.items() if name != VERSION}
+        return replace(found, tensors=tensors, own=own, missing=found.missing - {VERSION})
 
     def weight(self, gradients: Gradients) -> int:
         """What this trainer counts in an update: nothing without sound gradients."""
@@ -108,18 +162,29 @@ class Replicated(SwarmOptimizer):
 
     def _advance(self, gradients: Gradients) -> None:
         self._try_update(gradients)
-        if self._compares():
+        if self._compares() or (self._alone and self._company):
+            self._company = False  # who finds nobody there either does not wait in every step
             self._compare()
 
     def _try_update(self, gradients: Gradients) -> None:
+        self._behind, self._alone = 0, False
         try:
             good = self._update(gradients)
         except NothingToApplyError:
             good = True  # nobody had a sound gradient, so nobody moved
+        if self._behind:
+            log.warning("%s: %d updates behind at %d", self.algorithm, self._behind, self.version)
+            good = False
+            self.version += self._behind
         if not good:
             self.current = False
             self.missed += 1
         self.version += 1
+
+    @property
+    def _claim(self) -> int:
+        """1 + version, or 0 from who may have missed an update."""
+        return self.version + 1 if self.current else 0
 
     def _compares(self) -> bool:
         """Whether this update is one after which all compare."""
@@ -129,6 +194,8 @@ class Replicated(SwarmOptimizer):
         """For a trainer that joins, or was away: wait for the others' next comparison and take
         their state. False: nobody came; call again."""
         self.current = False
+        for name, coding in self.choices().items():
+            self._opened(name, {**self.parameters(), VERSION: torch.tensor([0])}, coding)
         with torch.no_grad():
             return self._compare()
 
@@ -136,12 +203,13 @@ class Replicated(SwarmOptimizer):
         """Whether anybody else was there."""
         state = self.replicated_state()
         mine = state_digest(state)
-        claim = self.version + 1 if self.current else 0
-        words = [claim, mine, mine if self.current else 0]
+        claim = self._claim
+        words = [claim, mine, mine if claim else 0, self.version]
         sent = torch.tensor([*words, *(-word for word in words)])
-        found = self.average("check", {"words": sent}, coding=EXACT, weight=1)
+        found = self._begin("check", {"words": sent}, EXACT, 1).land()
         if len(found.contributors) < 2:
             return False
+        self._company = True
         most, least = found.tensors["words"].chunk(2)
         if torch.equal(most, -least):
             self.current = True
@@ -149,28 +217,31 @@ class Replicated(SwarmOptimizer):
         best, largest = int(most[0]), int(most[2])
         right = claim == best
         held = torch.tensor([float(right), float(right and mine == largest)])
-        share = self.average("vote", {"held": held}, coding=EXACT, weight=1)
+        share = self._begin("vote", {"held": held}, EXACT, 1).land()
         if not share.whole:
             self.current = False
             return True
         among, largest_held = share.tensors["held"].tolist()
         if right and largest_held > 0:
             right = (mine == largest) == (2 * largest_held > among)
-        self._replace(state, weight=1 if right else 0, version=max(best - 1, self.version))
+        self._replace(state, weight=1 if right else 0, version=best - 1 if best else int(most[3]))
         return True
 
     def _replace(self, state: dict[str, Tensor], *, weight: int, version: int) -> None:
-        found = self.average("state", state, coding=EXACT, weight=weight)
+        found = self._begin("state", state, EXACT, weight).land()
         if not found.whole:
             self.current = False
             return
+        other = version != self.version
         for name, tensor in state.items():
+            other = other or not torch.equal(tensor, found.tensors[name])
             tensor.copy_(found.tensors[name])
         if not weight:
             self.resyncs += 1
             log.warning("%s: state of the others loaded, version %d", self.algorithm, version)
         self.version, self.current = version, True
-        self._restored()
+        if other:
+            self._restored()
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -187,6 +258,23 @@ class Replicated(SwarmOptimizer):
     def close(self) -> None:
         for opened in self._open.values():
             opened.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OfAnUpdate:
+    """An average of an update on its way: `client.primitives.Pending`."""
+
+    owner: Replicated
+    pending: Pending[Mean]
+    weight: int
+    version: int  # of the update that it began in
+
+    @property
+    def done(self) -> bool:
+        return self.pending.done
+
+    def land(self) -> Mean:
+        return self.owner.landed(self.pending.land(), weight=self.weight, version=self.version)
 
 
 def state_digest(state: Mapping[str, Tensor]) -> int:
