@@ -137,13 +137,7 @@ class Run:
                     f"run {self.name!r} has {len(self.trainers)} trainers here, expected at most "
                     f"{ground.max_trainers}",
                 )
-            mixing = [attachment, *(trainer.attachment for trainer in self.trainers.values())]
-            if self.trainers and any(one.topology for one in mixing):
-                raise refusal(
-                    "too_many_trainers",
-                    f"run {self.name!r} exchanges with neighbours, expected one trainer of it on a "
-                    "node: a neighbour is a node",
-                )
+            attachment.check_company(self.name, self.trainers.values())
             self._settle_layout(layout)
             blocks = blocks_of(attachment, layout, self.driver.peer.params.max_group)
             bucket = await ground.in_thread(_make_bucket, ground, layout.nbytes, blocks)
@@ -286,10 +280,7 @@ class Run:
         """Average a trainer's bucket. Yields progress, then the end."""
         if self.trainer(name).attachment.topology:
             raise refusal("topology_refused", f"trainer {name} exchanges with neighbours")
-        trainer = self._begin(name, ask.generation)
-        try:
-            norm = await self._check_finite(trainer)
-            await self._introduce(trainer)
+        async with self.call(name, ask.generation) as (trainer, norm):
             event = Contributed(
                 name,
                 trainer.token,
@@ -303,23 +294,16 @@ class Run:
             async with aclosing(self._watch(trainer, event)) as steps:
                 async for step in steps:
                     yield step
-        finally:
-            self._end(trainer)
 
     async def exchange(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
         """Exchange with the neighbours. Yields progress, then the end, whose outcome has a row."""
         topology = self._topology(name, pairs=False)
         mix, timeout_s = checked_mix(request, topology), checked_timeout(request.timeout_s)
-        trainer = self._begin(name, request.generation)
-        try:
-            await self._check_finite(trainer)
-            await self._introduce(trainer)
+        async with self.call(name, request.generation) as (trainer, _):
             event = Contributed(name, trainer.token, 1, timeout_s=timeout_s, mix=mix)
             async with aclosing(self._watch(trainer, event)) as steps:
                 async for step in steps:
                     yield step
-        finally:
-            self._end(trainer)
 
     async def meet(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
         """Leave parameters here, add to them, or have them meet a neighbour's."""
@@ -380,13 +364,14 @@ class Run:
         return trainer
 
     @asynccontextmanager
-    async def call(self, name: str, generation: int) -> AsyncIterator[Trainer]:
-        """A call that has a trainer's bucket to itself; it is finite, and the core knows of it."""
+    async def call(self, name: str, generation: int) -> AsyncIterator[tuple[Trainer, float]]:
+        """A call that has a trainer's bucket to itself, and its norm; it is finite, and the core
+        knows of it."""
         trainer = self._begin(name, generation)
         try:
-            await self._check_finite(trainer)
+            norm = await self._check_finite(trainer)
             await self._introduce(trainer)
-            yield trainer
+            yield trainer, norm
         finally:
             self._end(trainer)
 

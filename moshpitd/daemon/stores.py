@@ -52,7 +52,7 @@ class Stores:
         says what a store should begin with."""
         rules = checked_rules(request)
         timeout_s = checked_timeout(request.timeout_s)
-        async with run.call(request.trainer, request.generation) as trainer:
+        async with run.call(request.trainer, request.generation) as (trainer, _):
             if not trainer.worker:
                 await self._open(run, trainer, rules)
             token = secrets.token_hex(8)
@@ -63,7 +63,7 @@ class Stores:
     async def push(self, run: Run, request: Any) -> str:
         """The verdict on the gradient in the bucket."""
         timeout_s = checked_timeout(request.timeout_s)
-        async with run.call(request.trainer, request.generation) as trainer:
+        async with run.call(request.trainer, request.generation) as (trainer, _):
             if not trainer.worker:
                 return "not_pulled"
             token = secrets.token_hex(8)

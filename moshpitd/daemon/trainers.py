@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,6 +65,15 @@ class Attachment:
             )
         if len(self.founder) > 128:
             raise TrainerError(f"founder of {len(self.founder)} characters, expected a PeerID")
+
+    def check_company(self, run: str, others: Collection[Trainer]) -> None:
+        """May it join the run's `others` on this node?"""
+        if others and (self.topology or any(other.attachment.topology for other in others)):
+            raise refusal(
+                "too_many_trainers",
+                f"run {run!r} exchanges with neighbours, expected one trainer of it on a node: a "
+                "neighbour is a node",
+            )
 
 
 @dataclass(slots=True)
