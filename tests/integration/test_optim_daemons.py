@@ -134,6 +134,17 @@ async def test_what_daemons_cannot_do_is_said_at_the_start() -> None:
                 x.grad = torch.ones(4)
                 with pytest.raises(TrainerError, match="topology 'star', expected one of ring"):
                     by_name("d-psgd", [x], session, topology="star").step()
+                swarm_of_one, value = SwarmOfDaemons(session), {"x": torch.ones(4)}
+                one, two = (
+                    swarm_of_one.neighbours("n", like=value, topology="ring") for _ in range(2)
+                )
+                alone = one.exchange(value)
+                assert (alone.own_share, alone.messages, alone.unheard) == (1.0, (), ())
+                assert torch.equal(alone.own["x"], value["x"])
+                with pytest.raises(TrainerError, match="expected one trainer of it on a node"):
+                    two.exchange(value)
+                one.close()
+                two.close()
                 for codec, reason in (("gzip", "codec_refused"), ("int8", "codec_differs")):
                     other = Session("alone", lambda: {"0": x}, socket=swarm.socket(0), codec=codec)
                     with pytest.raises(TrainerError) as refused:
