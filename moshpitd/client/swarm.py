@@ -52,6 +52,19 @@ ATTEMPTS = 3
 """Of one average. The first round of a run may meet before all have heard of each other."""
 
 
+MAX_RUN_NAME = 64
+"""What a daemon takes; a run's name is part of file names, labels and keys."""
+
+
+def run_name(*words: str) -> str:
+    """`RUN.NAME`, the same on all peers; of one that is too long the end is a digest of all."""
+    whole = ".".join(words)
+    if len(whole) <= MAX_RUN_NAME:
+        return whole
+    digest = hashlib.blake2b(whole.encode(), digest_size=6).hexdigest()
+    return f"{whole[: MAX_RUN_NAME - len(digest) - 1]}.{digest}"
+
+
 class SwarmOfDaemons:
     """`Averages` and `Neighbourhood` beside a session. `options` go to every round; `rounds` is a
     sweep if not given, so that a full grid is exact."""
@@ -73,7 +86,7 @@ class SwarmOfDaemons:
                 expected="a codec alone; algorithms on differences keep what it rounds away",
             )
         return DaemonNeighbours(
-            f"{self.session.run}.{name}.{topology}",
+            run_name(self.session.run, name, topology),
             socket=self.session.socket,
             like=like,
             topology=topology,
@@ -84,7 +97,7 @@ class SwarmOfDaemons:
 
     def meetings(self, name: str, *, like: Tensors, topology: str) -> DaemonMeetings:
         return DaemonMeetings(
-            f"{self.session.run}.{name}.{topology}",
+            run_name(self.session.run, name, topology),
             socket=self.session.socket,
             like=like,
             topology=topology,
@@ -105,7 +118,7 @@ class SwarmOfDaemons:
                     expected="one codec both ways, which is all that a group of daemons agrees on",
                 )
             here, coding = coding.codec, EXACT
-        run = f"{self.session.run}.{name}"
+        run = run_name(self.session.run, name)
         values = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
         session = Session(
             run,
