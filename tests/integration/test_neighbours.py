@@ -259,14 +259,9 @@ async def test_a_neighbour_that_is_killed_costs_its_edges_and_nothing_else(
                 if giver != victim:
                     assert taken.get((giver, sent, taker, step)) == share, name
         else:  # directed: whatever a giver no longer has is with one taker
-            last = max(
-                step
-                for one in living
-                for step, row in enumerate(one.rows)
-                if victim in row.unheard or any(m.peer == victim for m in row.messages)
-            )
-            for one in living:
-                for step in range(last + 1, len(one.rows)):
+            # From the first step that began after the kill: the victim may have taken one before.
+            for one, steps in zip(living, at_kill[name], strict=False):
+                for step in range(steps + 1, len(one.rows)):
                     given = sum(
                         share
                         for (_, _, giver, sent), share in taken.items()
