@@ -62,8 +62,7 @@ ROWS: dict[str, Row] = {
         Row("target-batch", options={"check_every": 8, "target": 256, **SGD}, steps=200),
         Row(
             "diana", "skewed",
-            {"check_every": 8, "lr": 0.3, "codec": "natural"},
-            steps=640,  # shifts that are learned anew once a node is back
+            {"check_every": 8, "lr": 0.5, "codec": "natural"}, full_batch=True,
         ),
         Row(
             "marina", "skewed",
