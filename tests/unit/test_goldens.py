@@ -12,8 +12,8 @@ UNIT = ROOT / "unit"
 
 PLAYED_BY: dict[str, tuple[str, str]] = {
     "allreduce_load_balance": ("test_core_balance.py", "allreduce_load_balance.json"),
-    "asysg_con": ("test_rules_asysg.py", 'examples("asysg_con'),
-    "asysg_incon": ("test_rules_asysg.py", 'examples("asysg_incon'),
+    "asysg_con": ("test_optim_asysg.py", 'examples("asysg_con'),
+    "asysg_incon": ("test_optim_asysg.py", 'examples("asysg_incon'),
     "bagua_qadam": ("test_optim_bagua.py", 'examples("bagua_qadam'),
     "bytegrad_allreduce": ("test_optim_bagua.py", 'examples("bytegrad'),
     "delayed_sgd_stability": ("test_optim_local.py", 'examples("delayed'),
