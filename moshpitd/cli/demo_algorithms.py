@@ -37,11 +37,17 @@ class Row:
     full_batch: bool = False  # whole shards, where a method compares gradients at two points
     equal: bool = True  # all trainers must hold the same bits before any last average
     rejoins: bool = True  # who was killed is given the others' state when it comes back
+    together: int = 0  # of whom a round is; 0 is everybody
 
 
 def row(name: str, **options: Any) -> Row:
     """Replicas that compare every 8 updates, so that whoever comes back waits for a second."""
     return Row(name, options={"check_every": 8, **options})
+
+
+def mixing(name: str, **options: Any) -> Row:
+    """Peers that mix with neighbours: meant for data that differ; nobody's state is another's."""
+    return Row(name, "skewed", options, equal=False, rejoins=False)
 
 
 ROWS: dict[str, Row] = {
@@ -79,6 +85,12 @@ ROWS: dict[str, Row] = {
              "check_every": 4, **SGD, "lr": 0.05},
             steps=144, pace_s=0.1,
         ),
+        mixing("d-psgd", topology="ring", **SGD),
+        mixing("sgp", **SGD),
+        mixing("choco-sgd", codec="qsgd", gamma=0.2, **SGD),
+        mixing("decentralized", **SGD),
+        mixing("low-precision-decentralized", **SGD),
+        Row("ad-psgd", "skewed", SGD, equal=False, rejoins=False, together=2),
     )
 }  # fmt: skip
 NAMES = (DEFAULT, *ROWS)

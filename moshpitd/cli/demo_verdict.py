@@ -158,8 +158,9 @@ def _check_shape(played: Played) -> Check:
     shape = "x".join(map(str, played.grid))
     wanted = "x".join(map(str, played.sides))
     if len(played.sides) == 1:
-        size = played.sides[0]
-        return Check("largest group", str(largest), f"{size}: everybody", largest == size)
+        size = played.row.together if played.row is not None else 0
+        words = f"{size}: a pair" if size else f"{played.sides[0]}: everybody"
+        return Check("largest group", str(largest), words, largest == (size or played.sides[0]))
     return Check(
         "grid, and largest group",
         f"{shape}, {largest}",

@@ -74,14 +74,14 @@ class DaemonMeetings:
         like: Tensors,
         topology: str,
         timeout_s: float,
-        sent: Callable[[int], None],
+        heard: Callable[[Result], None],
     ) -> None:
-        """`sent(bytes)` is called after every meeting that this trainer began."""
+        """`heard(result)` is called after every meeting that this trainer began."""
         self._timeout_s, self._run = timeout_s, run
         self._turn = threading.Lock()
         self._x: dict[str, Tensor] = {}
         self._life = ""  # of the attachment whose daemon holds our parameters
-        self._sent = sent
+        self._heard = heard
         self._session = PairSession(
             run,
             source_of(None, {name: torch.zeros_like(value) for name, value in like.items()}),
@@ -115,7 +115,7 @@ class DaemonMeetings:
             found = self._call("meet", None) if self._present() else None
             if found is None:
                 return ""
-            self._sent(found[0].bytes_sent)
+            self._heard(found[0])
             met = found[0].status == "complete"
             return found[0].contributors[0] if met and found[0].contributors else ""
 

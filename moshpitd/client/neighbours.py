@@ -97,14 +97,14 @@ class DaemonNeighbours:
         topology: str,
         coding: Coding,
         timeout_s: float,
-        sent: Callable[[int], None],
+        heard: Callable[[Result], None],
     ) -> None:
-        """`sent(bytes)` is called after every exchange."""
+        """`heard(result)` is called after every exchange."""
         self._names, self._run, self._timeout_s = [*like], run, timeout_s
         self._like = {name: torch.zeros_like(value) for name, value in like.items()}
         self._socket, self._topology, self._codec = socket, topology, coding.codec
         self._session: NeighbourSession | None = None
-        self._sent = sent
+        self._heard = heard
         self._sequence = 0
         self._turn = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -182,7 +182,7 @@ class DaemonNeighbours:
                     raise
                 log.warning("%s: no exchange this time: %s", self._run, error)
                 return Exchanged(1.0, sent)
-            self._sent(result.bytes_sent)
+            self._heard(result)
             return self._read(result, sent, partial(_tensors, self._names, layout, blocks, area))
 
     def _read(self, result: Result, sent: dict[str, Tensor], block: _Block) -> Exchanged:

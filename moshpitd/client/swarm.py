@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -96,31 +97,30 @@ class SwarmOfDaemons:
                 key="codec",
                 expected="a codec alone; algorithms on differences keep what it rounds away",
             )
+        run = run_name(self.session.run, name, topology)
         return DaemonNeighbours(
-            run_name(self.session.run, name, topology),
+            run,
             socket=self.session.socket,
             like=like,
             topology=topology,
             coding=coding,
             timeout_s=self._options.get("timeout_s", 60.0),
-            sent=self._count,
+            heard=partial(self.finished, run),
         )
 
     def meetings(self, name: str, *, like: Tensors, topology: str) -> DaemonMeetings:
+        run = run_name(self.session.run, name, topology)
         return DaemonMeetings(
-            run_name(self.session.run, name, topology),
+            run,
             socket=self.session.socket,
             like=like,
             topology=topology,
             timeout_s=self._options.get("timeout_s", 60.0),
-            sent=self._count,
+            heard=partial(self.finished, run),
         )
 
-    def _count(self, nbytes: int) -> None:
-        self.bytes_sent += nbytes
-
     def finished(self, run: str, result: Result) -> None:
-        """For an average: one of its rounds is over."""
+        """For what was opened here: one of its rounds is over."""
         self.bytes_sent += result.bytes_sent
         if self._heard is not None:
             self._heard(run, result)

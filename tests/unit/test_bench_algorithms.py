@@ -86,7 +86,7 @@ def test_the_small_task_is_learned_and_counted(
 
 
 def test_every_algorithm_has_a_grid_and_options_that_it_takes() -> None:
-    assert set(bench.OPTIONS) <= {*ALGORITHMS, "asysg-con"}
+    assert set(bench.OPTIONS) <= {*ALGORITHMS}
     problem = bench.Problem(0, 2)
     for name in ALGORITHMS:
         swarm = bench.ArithmeticSwarm(2)

@@ -84,12 +84,18 @@ def test_a_trainer_process_from_start_to_exit(daemon: FakeDaemon) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
+
+    def said() -> Any:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, f"it ended: {process.communicate(timeout=60)[1]}"
+        return json.loads(line)
+
     try:
-        assert json.loads(process.stdout.readline()) == {"attached": True}
-        assert json.loads(process.stdout.readline()) == {"phase": "matchmaking"}
+        assert said() == {"attached": True}
+        assert said() == {"phase": "matchmaking"}
         process.send_signal(signal.SIGINT)
-        assert json.loads(process.stdout.readline()) == {"interrupted": True}
+        assert said() == {"interrupted": True}
         assert rounds[0].cancelled.wait(10), "the daemon hears that nobody waits any more"
         daemon.answer = nobody
         rest, errors = process.communicate(timeout=60)

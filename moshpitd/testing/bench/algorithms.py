@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "asysg-con": {"batch": 4, "max_staleness": 4},
 }
 """Beside the learning rate; everything else is each class's default."""
-LR_NAMES = {"adiana": "eta", "asysg-con": "gamma"}
+LR_NAMES = {"adiana": "eta"}
 
 
 def grid_of(name: str) -> tuple[float, ...]:
@@ -135,6 +135,9 @@ class Counted:
     def store(self, name: str, *, start: Tensors, options: StoreOptions) -> Any:
         found = self._peer.store(name, start=start, options=options)
         return _Watched(found, "store", self._tally, size=_size(start))
+
+    def shared(self, name: str, *, start: Tensors) -> Any:
+        return self._peer.shared(name, start=start)  # one node's memory: nothing travels
 
 
 def _size(tensors: Tensors) -> int:
