@@ -20,7 +20,7 @@ from moshpitd.core.events import (
 from moshpitd.core.exchanges import exchange_of
 from moshpitd.core.messages import Counts, Letter, NotMember
 from moshpitd.core.mixing import EdgeMixing
-from moshpitd.core.neighbours import Neighbours, most_neighbours, rows_of
+from moshpitd.core.neighbours import REMEMBERED, Neighbours, Verdicts, most_neighbours, rows_of
 from moshpitd.core.outcome import Outcome, Reason, Row, Status
 from moshpitd.core.peer import EARLY, Peer
 from moshpitd.core.topologies import NAMES, schedule_for
@@ -417,6 +417,18 @@ def test_a_round_that_is_over_answers_questions_and_nothing_else() -> None:
     assert verdicts.answer(other, Counts(b"another", True, ask=True)) is None
     told = verdicts.answer(other, Counts(group_id, True, ask=True))
     assert told == [Send(other, Counts(group_id, True, answer=True))]
+
+
+def test_only_the_last_rounds_are_remembered() -> None:
+    verdicts, other, groups = Verdicts(), "", []
+    for t in range(REMEMBERED + 1):
+        world = World(2, "ring", t, seed=0)
+        world.run()
+        verdicts.remember(world.machines[world.names[0]])
+        groups.append(world.group.group_id)
+        other = world.names[1]
+    known = [verdicts.answer(other, Counts(one, True, ask=True)) is not None for one in groups]
+    assert known == [False] + [True] * REMEMBERED
 
 
 def test_a_call_with_neighbours_is_an_exchange_with_neighbours() -> None:
