@@ -173,15 +173,14 @@ class Neighbours:
         self._settle(now)
 
     def receive(self, sender: str, message: Message, now: float) -> None:
-        line = self.lines.get(sender)
-        if self.finished is not None or (line is None and not isinstance(message, NotMember)):
+        if self.finished is not None:
             return
         self._at(now)
         if isinstance(message, NotMember):
             named = sender if message.peer_id == self.me else message.peer_id
             if sender in (named, self.group.leader) and (gone := self.lines.get(named)):
                 self._drop(gone, Reason.NOT_MEMBER)
-        elif line is not None:
+        elif (line := self.lines.get(sender)) is not None:
             line.heard_at, line.unheard = now, 0
             if isinstance(message, Letter) and line.letter is None and line.gets:
                 line.letter, line.moved_at = message, now

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from moshpitd.core import events as ev
 from moshpitd.core.effects import ClosePair, Finish, OpenPair, PushPair, Send
-from moshpitd.core.messages import Message, Pair, PairAnswer
+from moshpitd.core.messages import Pair, PairAnswer
 from moshpitd.core.mixing import EdgeMixing
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.state import State
@@ -95,10 +95,10 @@ class Pairs:
 
     # -- what others say
 
-    def receive(self, sender: str, message: Message, now: float) -> None:
+    def receive(self, sender: str, message: Pair | PairAnswer, now: float) -> None:
         if isinstance(message, Pair):
             self._invited(sender, message, now)
-        elif isinstance(message, PairAnswer):
+        else:
             self._answered(sender, message, now)
 
     def lost(self, peer_id: str, reason: Reason) -> None:

@@ -5,11 +5,24 @@ from __future__ import annotations
 
 import pytest
 
-from moshpitd.core.events import EdgeArrived, EdgeRefused, EdgesCoded, LinkLost, Listened
+from moshpitd.core.effects import Note, Send
+from moshpitd.core.events import (
+    Contributed,
+    EdgeArrived,
+    EdgeRefused,
+    EdgesCoded,
+    LinkLost,
+    Listened,
+    Mix,
+    PartArrived,
+    Received,
+)
+from moshpitd.core.exchanges import exchange_of
 from moshpitd.core.messages import Counts, Letter, NotMember
 from moshpitd.core.mixing import EdgeMixing
-from moshpitd.core.neighbours import most_neighbours, rows_of
-from moshpitd.core.outcome import Reason, Row, Status
+from moshpitd.core.neighbours import REMEMBERED, Neighbours, Verdicts, most_neighbours, rows_of
+from moshpitd.core.outcome import Outcome, Reason, Row, Status
+from moshpitd.core.peer import EARLY, Peer
 from moshpitd.core.topologies import NAMES, schedule_for
 from tests.kit.edges import PARTS, TIMEOUT_S, World, group_of
 
@@ -133,7 +146,17 @@ def take(world: World, to: int) -> None:
 
 def said(world: World, who: int) -> list[Counts]:
     effects, world.machines[world.names[who]].effects = world.machines[world.names[who]].effects, []
-    return [e.message for e in effects if isinstance(getattr(e, "message", None), Counts)]
+    sent = [effect.message for effect in effects if isinstance(effect, Send)]
+    return [message for message in sent if isinstance(message, Counts)]
+
+
+def runs(machine: Neighbours) -> bool:
+    return machine.finished is None
+
+
+def ended(machine: Neighbours) -> Outcome:
+    assert machine.finished is not None
+    return machine.finished
 
 
 def test_what_was_promised_is_not_taken_back_by_a_lost_link() -> None:
@@ -142,7 +165,7 @@ def test_what_was_promised_is_not_taken_back_by_a_lost_link() -> None:
     take(world, 0)
     assert said(world, 0) == [Counts(world.group.group_id, True)]
     machine.handle(LinkLost(other), 1.0)
-    assert machine.finished is None
+    assert runs(machine)
     assert said(world, 0) == [Counts(world.group.group_id, True, ask=True)]
     machine.receive(other, Counts(world.group.group_id, True, answer=True), 1.1)
     assert machine.finished is not None
@@ -216,7 +239,7 @@ def test_who_stood_still_believes_answers_only() -> None:
     take(world, 0)
     said(world, 0)
     machine.receive(other, Counts(world.group.group_id, True), 9.0)
-    assert machine.finished is None
+    assert runs(machine)
     assert Counts(world.group.group_id, True, ask=True) in said(world, 0)
     machine.receive(other, Counts(world.group.group_id, False, answer=True), 9.1)
     assert machine.finished is not None
@@ -250,3 +273,185 @@ def test_room_is_for_the_most_that_any_round_brings() -> None:
                 rows = rows_of(group_of(peers, t), name)
                 most = max(sum(1 for s in row if s != i) for i, row in enumerate(rows))
                 assert most <= found[name], (name, peers, t)
+
+
+# -- out of turn, twice, from strangers, late
+
+
+def test_what_neighbours_have_no_use_for_changes_nothing() -> None:
+    world = pair()
+    machine, (me, other) = world.machines[world.names[0]], world.names
+    group_id = world.group.group_id
+    for event in (
+        PartArrived(group_id, 0, 1),  # of an average, not of this exchange
+        EdgeRefused(group_id, 0, Reason.NOT_FINITE),  # of ourselves
+        EdgeRefused(group_id, 7, Reason.NOT_FINITE),  # of nobody
+    ):
+        machine.handle(event, 0.1)
+    machine.receive("stranger", Counts(group_id, False), 0.1)
+    machine.receive("stranger", NotMember(group_id, other), 0.1)
+    machine.receive(other, NotMember(group_id, "stranger"), 0.1)
+    assert machine.effects == []
+    assert runs(machine)
+    assert me == world.group.leader
+
+
+def test_the_first_letter_is_the_one_that_counts() -> None:
+    world = pair()
+    machine, other = world.machines[world.names[0]], world.names[1]
+    take(world, 0)
+    machine.receive(other, Letter(world.group.group_id, 6, 9.0, False), 0.1)
+    machine.receive(other, Counts(world.group.group_id, True), 0.2)
+    row = ended(machine).row
+    assert row is not None
+    assert [(one.sequence, one.mass) for one in row.heard] == [(5, 1.0)]
+
+
+def test_a_refusal_after_the_promise_takes_nothing_back() -> None:
+    world = pair()
+    machine, other = world.machines[world.names[0]], world.names[1]
+    take(world, 0)
+    said(world, 0)
+    machine.handle(EdgeRefused(world.group.group_id, 1, Reason.NOT_FINITE), 0.1)
+    assert said(world, 0) == []
+    machine.receive(other, Counts(world.group.group_id, True), 0.2)
+    assert ended(machine).status is Status.COMPLETE
+
+
+def test_a_settled_edge_is_not_dropped_by_who_says_that_it_never_was() -> None:
+    """The others are still open, so the round is; what was agreed on with one stands."""
+    world = World(3, "ring", 0, seed=0)
+    machine, other = world.machines[world.names[0]], world.names[1]
+    machine.handle(EdgesCoded(world.group.group_id), 0.0)
+    machine.receive(other, Letter(world.group.group_id, 5, 1.0, False), 0.0)
+    for left in reversed(range(len(PARTS))):
+        machine.handle(EdgeArrived(world.group.group_id, 1, left), 0.0)
+    machine.receive(other, Counts(world.group.group_id, True), 0.1)
+    said(world, 0)
+    machine.receive(other, NotMember(world.group.group_id, other), 0.2)
+    assert said(world, 0) == []
+    machine.lost(world.names[2], Reason.UNREACHABLE, 0.3)
+    row = ended(machine).row
+    assert row is not None
+    assert [one.peer_id for one in row.heard] == [other]
+
+
+def test_who_never_says_that_an_edge_counts_is_waited_for_until_the_end() -> None:
+    world = pair()
+    machine, other = world.machines[world.names[0]], world.names[1]
+    take(world, 0)
+    now = 0.0
+    while runs(machine):
+        assert machine.deadline() >= now
+        now = machine.deadline()
+        machine.tick(now)
+    assert now == TIMEOUT_S + world.params.parity_timeout_s
+    assert ended(machine).excluded == ((other, Reason.NO_ANSWER),)
+    asked = [one for one in said(world, 0) if one.ask]
+    assert len(asked) >= TIMEOUT_S / world.params.answer_timeout_s - 1
+
+
+def test_a_message_that_is_never_encoded_ends_the_round() -> None:
+    """Nothing of ours goes out, and what came counts all the same where its giver has said so."""
+    for heard in (False, True):
+        world = World(3, "one-peer-exponential", 0, seed=0)
+        machine, (me, taker, giver) = world.machines[world.names[0]], world.names
+        if heard:
+            machine.receive(giver, Letter(world.group.group_id, 5, 1.0, False), 0.0)
+            for left in reversed(range(len(PARTS))):
+                machine.handle(EdgeArrived(world.group.group_id, 2, left), 0.0)
+            machine.receive(giver, Counts(world.group.group_id, True), 0.1)
+        machine.tick(TIMEOUT_S)
+        assert runs(machine)
+        machine.tick(TIMEOUT_S + world.params.parity_timeout_s)
+        if heard:
+            assert ended(machine).status is Status.PARTIAL
+            assert ended(machine).contributors == (me, giver)
+            assert ended(machine).excluded == ((taker, Reason.TIMEOUT),)
+        else:
+            assert ended(machine).status is Status.FAILED
+            assert ended(machine).reason is Reason.TIMEOUT
+            assert ended(machine).row is None
+
+
+def test_who_stood_still_promises_again_only_with_a_question() -> None:
+    """It has promised nothing yet: what the other said meanwhile is not believed, and not asked
+    about before there is something to promise."""
+    world = pair()
+    machine, other = world.machines[world.names[0]], world.names[1]
+    group_id = world.group.group_id
+    machine.handle(Listened((other,)), 0.2)
+    machine.receive(other, Counts(group_id, True), 9.0)  # the first thing after a long sleep
+    assert said(world, 0) == []
+    world.now = 9.1
+    take(world, 0)
+    assert said(world, 0) == [Counts(group_id, True, ask=True)]
+    assert runs(machine)
+    machine.receive(other, Counts(group_id, True, answer=True), 9.2)
+    assert ended(machine).status is Status.COMPLETE
+
+
+def test_where_somebody_listens_a_sleep_before_the_first_look_is_noticed() -> None:
+    """The round began, then we stood still: nobody is blamed for what was not heard meanwhile."""
+    world = pair()
+    machine, other = world.machines[world.names[0]], world.names[1]
+    machine.quiet.listens = True
+    machine.start(0.0)
+    machine.effects.clear()
+    slept_s = world.params.part_timeout_s + 1.0
+    machine.tick(slept_s)
+    assert runs(machine)
+    assert [effect.what for effect in machine.effects if isinstance(effect, Note)] == ["woke"]
+    machine.handle(LinkLost(other), slept_s)
+    assert not runs(machine)
+
+
+def test_a_round_that_is_over_answers_questions_and_nothing_else() -> None:
+    world = World(2, "ring", 0, seed=0)
+    world.run()
+    verdicts, other = world.verdicts[world.names[0]], world.names[1]
+    group_id = world.group.group_id
+    assert verdicts.answer(other, Counts(group_id, False)) == []
+    assert verdicts.answer(other, Counts(group_id, True, answer=True)) == []
+    assert verdicts.answer(other, Counts(group_id, True)) == []
+    assert verdicts.answer(other, Counts(b"another", True, ask=True)) is None
+    told = verdicts.answer(other, Counts(group_id, True, ask=True))
+    assert told == [Send(other, Counts(group_id, True, answer=True))]
+
+
+def test_only_the_last_rounds_are_remembered() -> None:
+    verdicts, other, groups = Verdicts(), "", []
+    for t in range(REMEMBERED + 1):
+        world = World(2, "ring", t, seed=0)
+        world.run()
+        verdicts.remember(world.machines[world.names[0]])
+        groups.append(world.group.group_id)
+        other = world.names[1]
+    known = [verdicts.answer(other, Counts(one, True, ask=True)) is not None for one in groups]
+    assert known == [False] + [True] * REMEMBERED
+
+
+def test_a_call_with_neighbours_is_an_exchange_with_neighbours() -> None:
+    world = pair()
+    peer = Peer(world.params, world.names[0], world.rng, run="r")
+    begun = exchange_of(
+        peer.state,
+        world.group,
+        calls=[Contributed("t", "1", 1, mix=Mix("ring", 3))],
+        late=(),
+        deadline_at=1e9,
+        now=5.0,
+    )
+    assert isinstance(begun, Neighbours)
+    assert (begun.trainer, begun.mix.sequence) == ("t", 3)
+    assert begun.deadline_at == 5.0 + world.params.round_timeout_s
+
+
+def test_letters_of_groups_that_never_begin_are_held_up_to_a_bound() -> None:
+    world = pair()
+    peer = Peer(world.params, world.names[0], world.rng, run="r")
+    for sequence in range(EARLY + 5):
+        letter = Letter(world.group.group_id, sequence, 1.0, False)
+        peer.handle(Received(world.names[1], letter), 0.0)
+    held = [message for _, message in peer.state.early]
+    assert [one.sequence for one in held if isinstance(one, Letter)] == list(range(EARLY))

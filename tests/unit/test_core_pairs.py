@@ -10,9 +10,23 @@ from fractions import Fraction
 import pytest
 
 from moshpitd.core.effects import ClosePair, Effect, Finish, OpenPair, PushPair, Send
-from moshpitd.core.events import Attached, MeetAsked, TrainerGone, ValuesKept
-from moshpitd.core.messages import Lineage, Message, Pair, PairAnswer, Record
+from moshpitd.core.events import (
+    Attached,
+    Cancelled,
+    Drained,
+    Event,
+    MeetAsked,
+    PairArrived,
+    PairFailed,
+    Received,
+    Ticked,
+    TrainerGone,
+    Undelivered,
+    ValuesKept,
+)
+from moshpitd.core.messages import Lineage, Pair, PairAnswer, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
+from moshpitd.core.pairs import KEPT
 from moshpitd.core.params import Params
 from moshpitd.core.peer import Peer
 
@@ -224,6 +238,190 @@ def test_an_answer_to_somebody_else_is_nothing() -> None:
     ring.ask("peer1")
     meeting = ring.nodes["peer1"].peer.pairs.meeting
     assert meeting is not None
-    answer: Message = PairAnswer(meeting.nonce, ready=True)
+    answer = PairAnswer(meeting.nonce, ready=True)
     ring.nodes["peer1"].peer.pairs.receive("peer3", answer, ring.now)
     assert not meeting.answered
+
+
+# -- one peer at a time: of two, peer1 is active and peer0 answers
+
+
+def tell(ring: Ring, name: str, event: Event, now: float = 0.0) -> list[Effect]:
+    """What it has to say about the meeting, or to do for it."""
+    peer = ring.nodes[name].peer
+    peer.handle(event, now)
+    return [
+        effect
+        for effect in peer.take_effects()
+        if isinstance(effect, (OpenPair, PushPair, ClosePair, Finish))
+        or (isinstance(effect, Send) and isinstance(effect.message, (Pair, PairAnswer)))
+    ]
+
+
+def asks(ring: Ring, token: str, now: float = 0.0) -> Pair:
+    """peer1 asks for a meeting: the question that goes to peer0."""
+    opened, sent = tell(ring, "peer1", MeetAsked("t", token, "ring", 20.0), now)
+    assert isinstance(opened, OpenPair)
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Pair)
+    assert (sent.to, sent.message.nonce) == ("peer0", opened.nonce)
+    return sent.message
+
+
+def ready(ring: Ring, nonce: bytes) -> list[Effect]:
+    return tell(ring, "peer1", Received("peer0", PairAnswer(nonce, ready=True)))
+
+
+def invited(ring: Ring, nonce: bytes, sender: str = "peer1", *, again: bool = False) -> PairAnswer:
+    """What peer0 answers to a question."""
+    effects = tell(ring, "peer0", Received(sender, Pair(nonce, again=again)))
+    sent = [effect for effect in effects if isinstance(effect, Send)]
+    assert [one.to for one in sent] == [sender]
+    assert isinstance(sent[0].message, PairAnswer)
+    return sent[0].message
+
+
+def ends(effects: list[Effect]) -> list[tuple[str, Status, Reason | None]]:
+    found = [effect for effect in effects if isinstance(effect, Finish)]
+    return [(one.token, one.outcome.status, one.outcome.reason) for one in found]
+
+
+NONCE = b"n" * 16
+
+
+def test_a_meeting_that_cannot_be_is_a_failed_one() -> None:
+    ring = Ring(2, 0)
+    unknown = tell(ring, "peer1", MeetAsked("other", "1", "ring", 20.0))
+    assert ends(unknown) == [("1", Status.FAILED, Reason.NO_TRAINER)]
+    asks(ring, "2")
+    second = tell(ring, "peer1", MeetAsked("t", "3", "ring", 20.0))
+    assert ends(second) == [("3", Status.FAILED, Reason.NO_TRAINER)]
+    ring.nodes["peer0"].peer.handle(Drained(), 0.0)
+    drained = tell(ring, "peer0", MeetAsked("t", "4", "ring", 20.0))
+    assert ends(drained) == [("4", Status.FAILED, Reason.DRAINING)]
+
+
+def test_a_withdrawn_meeting_is_over_and_no_other_is() -> None:
+    ring = Ring(2, 0)
+    nonce = asks(ring, "1").nonce
+    assert tell(ring, "peer1", Cancelled("2")) == []
+    withdrawn = tell(ring, "peer1", Cancelled("1"))
+    assert ClosePair(nonce) in withdrawn
+    assert ends(withdrawn) == [("1", Status.ALONE, Reason.WITHDRAWN)]
+    assert ready(ring, nonce) == [], "nobody waits for that answer any more"
+
+
+def test_an_answer_that_comes_after_the_end_is_not_asked_for_again() -> None:
+    for late in (False, True):
+        ring = Ring(2, 0)
+        first = asks(ring, "1")
+        assert ready(ring, first.nonce) == [PushPair(first.nonce)]
+        tell(ring, "peer1", Cancelled("1"))
+        if late:  # both halves are applied: nothing is left to ask for
+            assert tell(ring, "peer1", PairArrived(first.nonce)) == []
+        second = asks(ring, "2")
+        assert (second.again, second.nonce == first.nonce) == (not late, not late)
+
+
+def test_who_is_told_twice_that_it_may_send_sends_once() -> None:
+    ring = Ring(2, 0)
+    nonce = asks(ring, "1").nonce
+    assert ready(ring, nonce) == [PushPair(nonce)]
+    assert ready(ring, nonce) == []
+    tell(ring, "peer1", Cancelled("1"))
+    assert asks(ring, "2").again
+    # Its partner knows of no values under that nonce yet asks for some: what it had may be applied.
+    assert ready(ring, nonce) == []
+
+
+def test_values_that_cannot_be_used_cost_the_meeting_and_a_strike() -> None:
+    ring = Ring(2, 0)
+    passive, active = (ring.nodes[name].peer.state.swarm for name in ring.names)
+    assert invited(ring, NONCE).ready
+    refused = tell(ring, "peer0", PairFailed(NONCE, Reason.NOT_FINITE))
+    assert refused == [ClosePair(NONCE), Send("peer1", PairAnswer(NONCE))]
+    assert passive.strikes("peer1", 0.0) == 1.0
+    assert tell(ring, "peer0", PairFailed(NONCE, Reason.NOT_FINITE)) == [], "it is over already"
+    assert passive.strikes("peer1", 0.0) == 1.0
+
+    nonce = asks(ring, "1").nonce
+    ready(ring, nonce)
+    assert tell(ring, "peer1", PairFailed(NONCE, Reason.NOT_FINITE)) == [], "of another meeting"
+    failed = tell(ring, "peer1", PairFailed(nonce, Reason.NOT_FINITE))
+    assert ends(failed) == [("1", Status.ALONE, Reason.NOT_FINITE)]
+    assert active.strikes("peer0", 0.0) == 1.0
+    assert not asks(ring, "2").again, "the same answer would be as useless again"
+
+
+def test_a_passive_peer_moves_once_per_meeting() -> None:
+    ring = Ring(2, 0)
+    assert invited(ring, NONCE).ready
+    assert tell(ring, "peer0", PairArrived(NONCE)) == [PushPair(NONCE)]
+    assert tell(ring, "peer0", PairArrived(NONCE)) == []
+    assert invited(ring, NONCE, again=True).done
+
+
+def test_the_oldest_difference_is_forgotten_and_not_given_to_its_active() -> None:
+    ring = Ring(2, 0)
+    nonces = [bytes([index]) * 16 for index in range(KEPT + 1)]
+    for index, nonce in enumerate(nonces):
+        assert invited(ring, nonce, f"active{index}").ready
+        arrived = tell(ring, "peer0", PairArrived(nonce))
+        forgotten = [ClosePair(nonces[0])] if index == KEPT else []
+        assert arrived == [PushPair(nonce), *forgotten]
+    assert invited(ring, nonces[0], "active0", again=True) == PairAnswer(nonces[0])
+    assert invited(ring, nonces[1], "active1", again=True).done
+
+
+def test_half_of_a_message_that_comes_again_is_begun_anew() -> None:
+    ring = Ring(2, 0)
+    assert invited(ring, NONCE).ready
+    assert invited(ring, NONCE, "stranger") == PairAnswer(NONCE)
+    # The stranger's question has closed nothing: what is under way still arrives.
+    effects = tell(ring, "peer0", Received("peer1", Pair(NONCE, again=True)))
+    assert effects == [ClosePair(NONCE), Send("peer1", PairAnswer(NONCE))]
+    assert invited(ring, NONCE).ready
+
+
+def test_a_trainer_that_goes_takes_its_meetings_with_it() -> None:
+    ring = Ring(2, 0)
+    assert invited(ring, NONCE).ready
+    assert tell(ring, "peer0", TrainerGone("t")) == [ClosePair(NONCE)]
+    assert invited(ring, NONCE) == PairAnswer(NONCE)
+    nonce = asks(ring, "1").nonce
+    assert ends(tell(ring, "peer1", TrainerGone("t"))) == [("1", Status.ALONE, Reason.TRAINER_GONE)]
+    assert ready(ring, nonce) == []
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_woken_only_when_it_asks_to_be_a_meeting_ends_in_time(answered: bool) -> None:
+    ring = Ring(2, 0)
+    peer, nonce = ring.nodes["peer1"].peer, asks(ring, "1").nonce
+    if answered:
+        ready(ring, nonce)
+    now, earliest = peer.pairs.deadline(), peer.deadline()
+    assert now is not None
+    assert earliest is not None
+    assert earliest <= now
+    assert tell(ring, "peer1", Ticked(), now - 0.01) == []
+    found = tell(ring, "peer1", Ticked(), now)
+    expected = (Reason.TIMEOUT, 20.0) if answered else (Reason.NO_ANSWER, Params().answer_timeout_s)
+    assert (ends(found)[0][2], now) == expected
+
+
+def test_a_partner_that_a_question_cannot_reach_ends_the_meeting_at_once() -> None:
+    ring = Ring(2, 0)
+    asked = asks(ring, "1")
+    found = tell(ring, "peer1", Undelivered("peer0", asked))
+    assert ends(found) == [("1", Status.ALONE, Reason.UNREACHABLE)]
+
+
+def test_in_a_group_every_passive_peer_may_be_met() -> None:
+    met = set()
+    for seed in range(20):
+        ring = Ring(5, seed)
+        found = tell(ring, "peer3", MeetAsked("t", "1", "complete", 20.0))
+        met |= {effect.to for effect in found if isinstance(effect, Send)}
+        alone = tell(ring, "peer2", MeetAsked("t", "1", "complete", 20.0))
+        assert ends(alone) == [("1", Status.ALONE, Reason.NO_PEERS)]
+    assert met == {"peer0", "peer2", "peer4"}
