@@ -130,7 +130,8 @@ class Pairs:
         """What came cannot be used; nothing of it was."""
         meeting, served = self.meeting, self.serving.get(nonce)
         if served is not None:
-            self.state.strike(served.active, reason, now)
+            if reason is not Reason.NO_TRAINER:  # our own values are gone, which is nobody's fault
+                self.state.strike(served.active, reason, now)
             self._close(nonce)
             self.state.effects.append(Send(served.active, PairAnswer(nonce)))
         elif meeting is not None and meeting.nonce == nonce:

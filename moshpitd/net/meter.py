@@ -40,35 +40,22 @@ class Rate:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._then: tuple[float, int] | None = None  # the look before, if it found us busy
-        self._last: tuple[float, int] | None = None  # the look before
-        self._sampled = False  # in this busy time
+        self._then: tuple[float, int] | None = None
         self._samples: deque[tuple[float, float]] = deque()  # (seconds, rate)
         self._kept_s = 0.0
 
     def look(self, now: float, delivered: int, *, busy: bool) -> None:
         """At `now`, `delivered` bytes had arrived in all; `busy`: more are on their way."""
         then, self._then = self._then, (now, delivered) if busy else None
-        last, self._last = self._last, (now, delivered)
-        if then is None or not busy:  # it began or ended somewhere in between: nobody knows when
-            if not self._sampled and last is not None:
-                self._at_least(now - last[0], delivered - last[1])
-            self._sampled = self._sampled and busy
+        if then is None:
             return
         seconds, count = now - then[0], delivered - then[1]
+        if not busy:
+            return  # it ended somewhere in between: nobody knows when
         if count < SAMPLE_BYTES_MIN or seconds <= 0:
             self._then = then  # too little to tell: the sample grows
             return
-        self._sampled = True
         self._take(seconds, count / seconds)
-
-    def _at_least(self, seconds: float, count: int) -> None:
-        """All of it may have come in less time, so it can only raise what is known. Without this a
-        peer whose first round was slow is given less to do, has done it between two looks ever
-        after, and would stay slow for good."""
-        enough = count >= SAMPLE_BYTES_MIN and seconds > 0
-        if enough and self.value is not None and count / seconds > self.value:
-            self._take(seconds, count / seconds)
 
     def _take(self, seconds: float, rate: float) -> None:
         self._samples.append((seconds, rate))

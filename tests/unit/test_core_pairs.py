@@ -353,6 +353,14 @@ def test_values_that_cannot_be_used_cost_the_meeting_and_a_strike() -> None:
     assert not asks(ring, "2").again, "the same answer would be as useless again"
 
 
+def test_values_of_our_own_that_are_gone_are_nobodys_fault() -> None:
+    ring = Ring(2, 0)
+    assert invited(ring, NONCE).ready
+    refused = tell(ring, "peer0", PairFailed(NONCE, Reason.NO_TRAINER))
+    assert refused == [ClosePair(NONCE), Send("peer1", PairAnswer(NONCE))]
+    assert ring.nodes["peer0"].peer.state.swarm.strikes("peer1", 0.0) == 0.0
+
+
 def test_a_passive_peer_moves_once_per_meeting() -> None:
     ring = Ring(2, 0)
     assert invited(ring, NONCE).ready

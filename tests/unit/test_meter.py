@@ -62,20 +62,6 @@ def test_one_tiny_round_tells_nothing() -> None:
     assert link.rate.value is None
 
 
-def test_what_is_done_between_two_looks_can_raise_a_rate_and_not_lower_it() -> None:
-    link = Link().carry(2 * MB, 5)
-    for burst, expected in ((10 * MB, 21 * MB), (10 * MB, 30.5 * MB), (4 * MB, 30.5 * MB)):
-        link.rest(10)
-        link.rate.look(link.now, link.delivered, busy=True)
-        link.now, link.delivered = link.now + LOOK_S, link.delivered + burst
-        link.rate.look(link.now, link.delivered, busy=False)
-        assert link.rate.value == pytest.approx(expected)
-    # Nor do many bytes over a long time, in which nobody looked.
-    link.now, link.delivered = link.now + 100, link.delivered + 400 * MB
-    link.rate.look(link.now, link.delivered, busy=False)
-    assert link.rate.value == pytest.approx(30.5 * MB)
-
-
 def test_a_slow_link_gets_the_time_that_a_sample_needs() -> None:
     assert Link().carry(0.2 * MB, 30).rate.value == pytest.approx(0.2 * MB, rel=0.05)
 
