@@ -75,7 +75,8 @@ class Checks:
         self._groups: dict[bytes, Group] = {}
         self._reducers: dict[bytes, tuple[int, ...]] = {}
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
-        self._results: dict[bytes, dict[int, list[tuple[int, Payload]]]] = {}
+        self._results: dict[bytes, dict[str, dict[int, Payload]]] = {}  # by group and peer
+        self._parities: dict[bytes, set[tuple[str, str]]] = {}  # group -> (who told, whom)
         # peer -> its last rounds, and when it said Parity in each.
         self._recent: dict[str, dict[bytes, tuple[float, Round]]] = {}
         self._loaded: dict[str, tuple[float, int]] = {}  # peer -> when it loaded which version
@@ -151,8 +152,9 @@ class Checks:
                 self._finished(node, effect)
             case Note() if effect.what not in NOTES:
                 self.fail(f"noted {effect.what!r}, which is not one of NOTES", node)
-            case Send(message=Parity(group_id=group_id)) if group_id in node.plane.rounds:
+            case Send(to=other, message=Parity(group_id=group_id)) if group_id in node.plane.rounds:
                 self._settled(node, node.plane.rounds[group_id])
+                self._compared(node, other, group_id)
             case Send() if (broken := _over_bound(effect.message)) is not None:
                 self.fail(f"sends {broken}", node)
             case _:
@@ -344,7 +346,7 @@ class Checks:
         self._settled(node, round_)
 
     def _settled(self, node: Node, round_: Round) -> None:
-        """It says Parity, or closes: members in each other's contributor sets hold the same bits.
+        """It says Parity, or closes: its bucket holds the results, and they do not change.
 
         After that a round may stay open for slower members to read from, with its buckets returned.
         """
@@ -356,21 +358,31 @@ class Checks:
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
         self._spread(node, round_)
-        seen = self._results.setdefault(round_.group.group_id, {})
         for part, payload in round_.results.items():
             where = self._options.slice_of(part)
             for name, bucket in round_.buckets.items():
                 if bucket[where].tobytes() != payload.values.tobytes():
                     self.fail(f"has other values in the bucket of {name} than the result", node)
-            for index, other in seen.setdefault(part, []):
-                if (
-                    other.crc != payload.crc
-                    and index in payload.contributors
-                    and round_.index in other.contributors
-                ):
-                    peer_id = round_.group.members[index].peer_id
-                    self.fail(f"holds other bits of part {part} than {peer_id}", node)
-            seen[part].append((round_.index, payload))
+        results = self._results.setdefault(round_.group.group_id, {})
+        results[node.peer_id] = dict(round_.results)
+
+    def _compared(self, node: Node, other: str, group_id: bytes) -> None:
+        """Members in each other's final survivor set hold the same bits: both have told the other
+        their Parity. Across a partition each side goes on with what it has, which may include what
+        came from the other side before. Who is in none of the other's averages, because a third
+        lost it alone, learns of the difference by that Parity; what follows is a repair."""
+        told = self._parities.setdefault(group_id, set())
+        told.add((node.peer_id, other))
+        if (other, node.peer_id) not in told:
+            return
+        ours, theirs = (self._results[group_id].get(one, {}) for one in (node.peer_id, other))
+        members = [member.peer_id for member in self._groups[group_id].members]
+        we, they = members.index(node.peer_id), members.index(other)
+        for part in ours.keys() & theirs.keys():
+            mine, yours = ours[part], theirs[part]
+            inside = they in mine.contributors and we in yours.contributors
+            if inside and mine.crc != yours.crc:
+                self.fail(f"holds other bits of part {part} than {other}", node)
 
     def placed(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """A result goes into buckets."""
