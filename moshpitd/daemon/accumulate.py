@@ -244,10 +244,11 @@ class Round:
     def _codec(self, header: Header, part: Part) -> Codec:
         """What is handed over is raw values, whatever the group's codec; a contribution may be, as
         its sender finds it faster. A result is what all members hold, so it has no choice."""
+        agreed = self._shared.codecs[part.dtype]
         raw = header.kind is FrameKind.HANDOVER or (
-            header.kind is FrameKind.CONTRIBUTION and header.codec == RAW.code
+            header.kind is FrameKind.CONTRIBUTION and header.codec == RAW.code != agreed.code
         )
-        return RAW if raw else self._shared.codecs[part.dtype]
+        return RAW if raw else agreed
 
     def _refusal(
         self, sender: int, header: Header, part: Part, payload: memoryview
