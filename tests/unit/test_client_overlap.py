@@ -43,6 +43,8 @@ class Gate:
         daemon.answer = self._answer
 
     def open(self) -> None:
+        # One that was given up may not have noticed yet, and would take what is another's.
+        until(lambda: self.inside <= 1, what="at most one round waits at the gate")
         self.opened.release()
 
     def wait(self) -> None:
