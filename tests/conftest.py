@@ -6,10 +6,15 @@ One rule: nothing of moshpitd is imported here; a unit test pays only for what i
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# A background job of a shell ignores Ctrl-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).resolve().parent
 CHAOS_TIMEOUT_S = 600  # a demo of 3 minutes on 2 cores, with room for a loaded machine
