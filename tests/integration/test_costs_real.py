@@ -37,7 +37,7 @@ async def four() -> AsyncIterator[tuple[LocalSwarm, Network]]:
 
 UNEXPLAINED = pytest.mark.xfail(
     strict=False,
-    reason="open: in about half of the runs a round of two parts is three hops faster than predicted",
+    reason="open: in half of the runs a round of two parts is three hops faster than predicted",
 )
 
 
