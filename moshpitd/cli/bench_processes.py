@@ -21,7 +21,9 @@ from types import FrameType
 from typing import Any
 
 from moshpitd.cli.demo_processes import (
+    ENDING,
     LEAVE_S,
+    STOPS,
     Child,
     Children,
     DemoFailed,
@@ -293,7 +295,7 @@ def processes(keep: Path | None = None) -> Iterator[tuple[Children, Path]]:
     # A short name: a Unix socket's path holds 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="moshpitd-"))
     children = Children(folder)
-    old = {number: signal.signal(number, _unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
+    old = {number: signal.signal(number, _unwind) for number in STOPS}
     try:
         try:
             yield children, folder
@@ -303,7 +305,7 @@ def processes(keep: Path | None = None) -> Iterator[tuple[Children, Path]]:
                 out.print(f"--- {log.name}", *tail(log), sep="\n", markup=False)
             raise
         finally:
-            for number in (signal.SIGINT, *old):
+            for number in ENDING:
                 signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
             end(children)
     finally:

@@ -34,7 +34,6 @@ PACE_S = 0.08
 PEERS_MIN, PEERS_MAX = 3, 64
 """Of two shards each holds half of the classes, and alone is not bad enough to prove anything."""
 EVERY_MIN, ROUNDS_MIN = 8, 20
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def demo(
@@ -196,28 +195,22 @@ def _sides(peers: int, max_group: int) -> tuple[int, ...]:
 @contextmanager
 def _signals_raise() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind as Ctrl-C does, so that nothing is left running."""
+    from moshpitd.cli.demo_processes import STOPS, handling
 
     def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    old = {number: signal.signal(number, raise_exit) for number in STOP_SIGNALS}
-    try:
+    with handling(STOPS, raise_exit):
         yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """A second Ctrl-C must not interrupt the clearing up after the first; it takes no second."""
-    numbers = (signal.SIGINT, *STOP_SIGNALS)
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
+    from moshpitd.cli.demo_processes import ENDING, handling
+
+    with handling(ENDING, signal.SIG_IGN):
         yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -15,10 +15,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, TypeAlias
 
 from moshpitd.cli.demo_story import JsonLines, Story
 from moshpitd.cli.last_will import LastWill
@@ -36,7 +37,9 @@ DIGITS = ("moshpitd.examples.digits", "swarm")  # a trainer, if no other is name
 LOG_TAIL = 25  # lines of a log that are shown when its process failed
 LEAVE_S = 12.0  # a daemon's drain of 5 s and its stop
 STATUS_TIMEOUT_S = 2.0
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whose handlers raise, in a demo or bench
+STOPS = (signal.SIGTERM, signal.SIGHUP)  # unwind as Ctrl-C does, in a demo or a bench
+ENDING = (signal.SIGINT, *STOPS)
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 class DemoFailed(MoshpitError):
@@ -158,6 +161,17 @@ class Children:
 
 
 @contextlib.contextmanager
+def handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+    """These signals go to `handler`; at the end to whom they went before."""
+    old = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
+
+
+@contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
     """Signals are answered at the end of it: an exception out of a handler between a child's birth
     and its name in our list would leave it running. Not by the signal mask, which it inherits."""
@@ -165,13 +179,11 @@ def _signals_wait() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    numbers = [n for n in ENDING if callable(signal.getsignal(n))]
-    old = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
     try:
-        yield
+        handled = [number for number in ENDING if callable(signal.getsignal(number))]
+        with handling(handled, lambda number, _: came.append(number)):
+            yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
 

@@ -10,9 +10,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from moshpitd.cli.namespaces import Line, lose, lost, missing, namespaces, remov
 from moshpitd.client import Result, Session, attach
 from moshpitd.errors import ConfigError
 from moshpitd.rpc.calls import Calls
+from tests.kit.fake_daemon import until
 from tests.kit.namespaces import Make, daemons, lines, names
 
 __all__ = ["lines"]
@@ -52,10 +53,13 @@ def test_the_mean_arrives_over_a_slow_line_and_over_lossy_ones(homes: Path, line
         sessions = list(pool.map(joined, range(len(nodes))))
         try:
             # Who has heard of nobody yet is alone at once, as often as it is asked.
-            ends = time.monotonic() + 60.0
-            while any(len(Calls(node.socket).peers("lines").peers) < 2 for node in nodes):
-                assert time.monotonic() < ends, "each of three knows the other two"
-                time.sleep(0.1)
+            for node in nodes:
+                with closing(Calls(node.socket)) as calls:
+                    until(
+                        lambda calls=calls: len(calls.peers("lines").peers) == 2,
+                        timeout_s=60.0,
+                        what="each of three knows the other two",
+                    )
             for _ in range(4):  # who comes late may catch up, and then enter once with weight 0
                 warm = _average(pool, sessions, own, 1)
                 if all(one.participants == len(own) for one in warm):

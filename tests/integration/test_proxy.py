@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kit import proxy
+from tests.kit.fake_daemon import until
 from tests.kit.proxy import Path, Proxies
 
 DELAY_S = 0.05
@@ -70,9 +71,7 @@ def test_everything_arrives_unchanged_and_in_order(path: Path) -> None:
         threading.Thread(target=raw.sendall, args=(sent,), daemon=True).start()
         assert receive(raw, len(sent)) == sent
     # A way counts a piece after it has handed it on, so the last one may not be counted yet.
-    ends = time.monotonic() + SOON_S
-    while path.back.passed < len(sent) and time.monotonic() < ends:
-        time.sleep(0.001)
+    until(lambda: path.back.passed >= len(sent), timeout_s=SOON_S, what="all is counted")
     assert (path.there.passed, path.back.passed) == (len(sent), len(sent))
 
 

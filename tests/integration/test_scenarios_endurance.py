@@ -1,5 +1,6 @@
-"""S19: calls that fail by a deadline that is too short, hundreds of them. One rule: what is counted
-is counted when nothing runs, after a stretch that has filled every cache there is."""
+"""S19: calls that fail by a deadline that is too short, hundreds of them; S11: clocks that are off.
+One rule: what is counted is counted when nothing runs, after a stretch that has filled every cache
+there is."""
 
 from __future__ import annotations
 
