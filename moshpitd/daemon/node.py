@@ -220,9 +220,7 @@ class Node:
             await self._notices.stop()
         await self.leaving.stop()
         runs = list(self.runs.values())
-        for run in runs:
-            for trainer in list(run.trainers):
-                run.leave(trainer)
+        await self._let_go()
         await asyncio.gather(*(run.driver.flush(FAREWELL_S) for run in runs))
         for step in self._closers():
             try:
@@ -232,11 +230,19 @@ class Node:
         self.runs.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def _let_go(self) -> None:
+        """All trainers, and take no new ones."""
+        for run in self.runs.values():
+            run.draining = True
+            for trainer in list(run.trainers):
+                run.leave(trainer)
+
     def _closers(self) -> list[Awaitable[Any]]:
         """Outside in: first nobody can ask, then nobody is told, then nothing is held."""
         steps: list[Awaitable[Any]] = []
         if self._api is not None:
-            steps.append(self._api.stop())
+            # Again after it: whose attaching was under way has been let in meanwhile.
+            steps += [self._api.stop(), self._let_go()]
         steps += [run.driver.close() for run in self.runs.values()]
         if self._http is not None:
             steps.append(self._http.stop())

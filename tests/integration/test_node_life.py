@@ -11,10 +11,13 @@ import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moshpitd.client import attach
+from moshpitd.daemon import runs
 from moshpitd.daemon.node import Node
 from moshpitd.errors import ConfigError
 from moshpitd.testing import LocalSwarm
@@ -201,3 +204,32 @@ async def test_a_stopped_swarm_leaves_nothing() -> None:
     ours = {name for name in names if name.startswith(("link-", "average", "snapshot", "node"))}
     assert not ours
     assert folders() <= before
+
+
+async def test_a_trainer_that_attaches_while_its_node_stops_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing may look after it later: its run is closed by then."""
+    enters, may_go_on = threading.Event(), threading.Event()
+    make = runs._make_bucket
+
+    def held_up(*arguments: Any) -> Any:
+        enters.set()
+        assert may_go_on.wait(20)
+        return make(*arguments)
+
+    async with LocalSwarm(1) as swarm:
+        monkeypatch.setattr(runs, "_make_bucket", held_up)
+        late = partial(attach, "late", tensors=[torch.zeros(5)], socket=swarm.socket(0))
+        attaching = asyncio.create_task(swarm.call(late))
+        try:
+            await until(enters.is_set, timeout_s=20, what="a bucket is being made")
+            run = swarm.node(0).runs["late"]
+            stopping = asyncio.create_task(swarm.stop_node(0))
+            await until(lambda: run.draining, timeout_s=20, what="the node stops")
+            may_go_on.set()
+            await stopping
+            assert not run.trainers
+        finally:
+            may_go_on.set()
+            await swarm.call((await attaching).close)
