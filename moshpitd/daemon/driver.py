@@ -26,6 +26,7 @@ from moshpitd.core.messages import Message, Record
 from moshpitd.core.outcome import Outcome
 from moshpitd.core.peer import Peer
 from moshpitd.errors import MoshpitError
+from moshpitd.net.tasks import ended
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +136,7 @@ class Driver:
             self._timer.cancel()
         for future in list(self._finishing.values()):
             future.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(self._tasks)
 
     def _drain(self) -> None:
         self._drain_scheduled = False

@@ -23,6 +23,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from moshpitd.errors import ConfigError
 from moshpitd.net.identity import is_peer_id
+from moshpitd.net.tasks import ended
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +181,7 @@ class Bootstrap:
         self._tasks = [asyncio.create_task(self._keep(one)) for one in self._addresses]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(self._tasks)
 
     async def again(self) -> None:
         """Try every address anew at once: what had been reached is forgotten (p2pd was started

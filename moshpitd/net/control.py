@@ -34,6 +34,7 @@ from moshpitd.net.directory import Directory, SignedRecords
 from moshpitd.net.identity import Identity
 from moshpitd.net.messenger import MESSAGE_HANDLER, SEND_TIMEOUT_S, Messenger, OnMessage
 from moshpitd.net.p2pd import P2pd, P2pdFolder, P2pdOptions, port_of
+from moshpitd.net.tasks import ended
 from moshpitd.net.tls import Credentials, probe
 
 log = logging.getLogger(__name__)
@@ -134,9 +135,7 @@ class Control:
 
     async def stop(self) -> None:
         """End everything that start began; nothing is left in the data directory's p2pd folder."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(self._tasks)
         self._tasks = []
         await self._bootstrap.stop()
         await self._close()

@@ -1,0 +1,58 @@
+"""Tasks that shall end, also those that lose a cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moshpitd.net import tasks
+from moshpitd.net.tasks import ended
+
+
+async def test_a_task_that_loses_a_cancellation_ends_at_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "AGAIN_S", 0.01)
+    lost = 0
+
+    async def asks_for_ever() -> None:
+        nonlocal lost
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                lost += 1
+                if lost == 2:
+                    raise
+
+    task = asyncio.create_task(asks_for_ever())
+    await asyncio.sleep(0)
+    await ended([task])
+    assert task.cancelled()
+    assert lost == 2
+
+
+async def test_what_tidies_up_is_left_to_it() -> None:
+    tidied = asyncio.Event()
+
+    async def tidies() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            tidied.set()
+
+    async def fails() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise OSError("as it ends")
+
+    both = [asyncio.create_task(tidies()), asyncio.create_task(fails())]
+    await asyncio.sleep(0)
+    await ended(both)
+    assert tidied.is_set()
+    assert all(task.done() for task in both)
+    await ended(both)  # and nothing, once they are
+    await ended([])
