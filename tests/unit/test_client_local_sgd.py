@@ -210,18 +210,27 @@ def test_checkpoints_go_round(daemon: FakeDaemon, model: nn.Module, session: Ses
 
 def test_every_steps_counts_from_the_first() -> None:
     schedule = EverySteps(8)
-    due = [step for step in range(1, 33) if schedule.due(steps=step, now=0.0)]
+    due = [step for step in range(1, 33) if schedule.due(steps=step, now=0.0, attached=True)]
     assert due == [8, 16, 24, 32]
 
 
 def test_every_seconds_begins_anew_at_the_end_of_a_round() -> None:
     schedule = EverySeconds(10.0, random.Random(0))
-    assert not schedule.due(steps=1, now=100.0)
-    assert not schedule.due(steps=2, now=109.9)
-    assert schedule.due(steps=3, now=110.0)
+    assert schedule.due(steps=1, now=100.0, attached=True)  # it waits for them, not they for it
     schedule.averaged(now=113.0, together=True)
-    assert not schedule.due(steps=4, now=122.9)
-    assert schedule.due(steps=5, now=123.0)
+    assert not schedule.due(steps=2, now=122.9, attached=True)
+    assert schedule.due(steps=3, now=123.0, attached=True)
+
+
+def test_every_seconds_is_due_as_soon_as_the_daemon_is_back() -> None:
+    schedule = EverySeconds(10.0, random.Random(0))
+    schedule.averaged(now=100.0, together=True)
+    assert schedule.due(steps=1, now=110.0, attached=False)  # one try, which says that it is away
+    schedule.away()
+    assert not schedule.due(steps=2, now=125.0, attached=False)
+    assert schedule.due(steps=3, now=125.5, attached=True)
+    schedule.averaged(now=126.0, together=True)
+    assert not schedule.due(steps=4, now=135.9, attached=True)
 
 
 def test_two_trainers_out_of_phase_meet() -> None:
@@ -236,7 +245,9 @@ def test_two_trainers_out_of_phase_meet() -> None:
             if wait is not None and now >= wait:
                 waits[at] = None
                 schedule.averaged(now=now, together=False)
-            elif wait is None and now >= starts[at] and schedule.due(steps=1, now=now):
+            elif (
+                wait is None and now >= starts[at] and schedule.due(steps=1, now=now, attached=True)
+            ):
                 waits[at] = now + 5.0
         if None not in waits:
             return

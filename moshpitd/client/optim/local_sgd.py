@@ -44,11 +44,12 @@ class LocalSGD(Wrapped):
     that no average has taken in yet.
 
     `every=H` averages after each H-th step; `every_s=T` after the first step that ends T seconds
-    after the last round, so that uneven machines do not pace each other. `on_result(result)` hears
-    of every finished average. While the daemon is away the trainer goes on locally: with
-    `on_error="continue"` DaemonUnavailable never reaches the training loop (it is counted in
-    `missed`), with "raise" it does. A TrainerError always does: a NaN in the model or a schema
-    that differs is nothing that waiting would cure.
+    after the last round, so that uneven machines do not pace each other; whoever comes, or comes
+    back, averages after its first step and waits for the others, who do not wait for it.
+    `on_result(result)` hears of every finished average. While the daemon is away the trainer goes
+    on locally: with `on_error="continue"` DaemonUnavailable never reaches the training loop (it is
+    counted in `missed`), with "raise" it does. A TrainerError always does: a NaN in the model or a
+    schema that differs is nothing that waiting would cure.
 
     With `overlap` a step never waits for a round: one that is due begins after the step and is
     landed after the first step at whose end its result is here; there is one in flight at most, and
@@ -115,7 +116,9 @@ class LocalSGD(Wrapped):
         self.samples = min(self.samples + count, MAX_WEIGHT)
         if self.flight is not None and self.flight.done:
             self.land()
-        if self.flight is None and self._schedule.due(steps=self.steps, now=time.monotonic()):
+        if self.flight is None and self._schedule.due(
+            steps=self.steps, now=time.monotonic(), attached=self.session.attached
+        ):
             if self._overlap:
                 self._begin()
             else:
@@ -165,12 +168,13 @@ class LocalSGD(Wrapped):
         """One call about a round; what fails and passes is counted, what the trainer did wrong is
         raised. A call without a result only began something."""
         result: Result | None = None
-        begun = False
+        begun = away = False
         try:
             result = call()
             begun = result is None
         except DaemonUnavailable:
             self.missed += 1
+            away = True
             if self._on_error == "raise":
                 raise
         except PartialAverage as error:
@@ -182,7 +186,9 @@ class LocalSGD(Wrapped):
             self.missed += 1
             log.warning("%s: no average this time: %s", self.session.run, error)
         finally:
-            if not begun:
+            if away:
+                self._schedule.away()
+            elif not begun:
                 together = result is not None and result.group_size > 1
                 self._schedule.averaged(now=time.monotonic(), together=together)
             if result is not None:

@@ -5,11 +5,14 @@ due still.
 Steps are counted from the first one for ever: an average that failed does not shift the next. Time
 cannot work like that. No two peers share a clock, and two trainers with fixed phases further apart
 than the matchmaking window would miss each other for ever. What peers do share is the end of a
-round, so that is where the next T seconds begin; whoever was in the round is in phase again.
+round, so that is where the next T seconds begin; whoever was in the round is in phase again. Who
+comes to them, for the first time or again, averages at once and waits for the others' next round:
+T seconds of its own later they would all wait for it.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,12 +21,16 @@ from moshpitd.errors import TrainerError
 
 
 class Schedule(Protocol):
-    def due(self, *, steps: int, now: float) -> bool:
-        """Whether to average now, after `steps` steps in all."""
+    def due(self, *, steps: int, now: float, attached: bool) -> bool:
+        """Whether to average now, after `steps` steps in all; `attached`: to a daemon."""
         ...
 
     def averaged(self, *, now: float, together: bool) -> None:
         """An attempt ended; `together`: with other peers."""
+        ...
+
+    def away(self) -> None:
+        """An attempt found no daemon."""
         ...
 
     def resumed(self) -> None:
@@ -38,7 +45,7 @@ class EverySteps:
     every: int
     _turn: int | None = None  # multiples of `every` that were answered with "due"
 
-    def due(self, *, steps: int, now: float) -> bool:
+    def due(self, *, steps: int, now: float, attached: bool) -> bool:
         turn = steps // self.every
         if self._turn is None:  # a loaded checkpoint begins in the middle of a turn
             self._turn = (steps - 1) // self.every
@@ -46,6 +53,9 @@ class EverySteps:
         return due
 
     def averaged(self, *, now: float, together: bool) -> None:
+        return
+
+    def away(self) -> None:
         return
 
     def resumed(self) -> None:
@@ -56,21 +66,27 @@ class EverySteps:
 class EverySeconds:
     """After the first step that ends T seconds or more after the last round ended.
 
-    After an attempt that met nobody, half to all of T at random: of two peers that always waited T
-    neither would ever drift into the other's window.
+    The first one is due after the first step, and so is the one after the daemon was away. After an
+    attempt that met nobody, half to all of T at random: of two peers that always waited T neither
+    would ever drift into the other's window.
     """
 
     every_s: float
     rng: random.Random = field(default_factory=random.Random)
-    _next: float | None = None
+    _next: float = -math.inf
+    _away: bool = False
 
-    def due(self, *, steps: int, now: float) -> bool:
-        if self._next is None:  # training begins when the first step has been made
-            self._next = now + self.every_s
+    def due(self, *, steps: int, now: float, attached: bool) -> bool:
+        if self._away and not attached:  # tried already, and nobody is back
+            return False
         return now >= self._next
 
     def averaged(self, *, now: float, together: bool) -> None:
         self._next = now + self.every_s * (1.0 if together else self.rng.uniform(0.5, 1.0))
+        self._away = False
+
+    def away(self) -> None:
+        self._next, self._away = -math.inf, True
 
     def resumed(self) -> None:
         return
