@@ -38,6 +38,7 @@ class Row:
     equal: bool = True  # all trainers must hold the same bits before any last average
     rejoins: bool = True  # who was killed is given the others' state when it comes back
     together: int = 0  # of whom a round is; 0 is everybody
+    store: bool = False  # no rounds: gradients go to a store, whose versions are the progress
 
 
 def row(name: str, **options: Any) -> Row:
@@ -91,6 +92,7 @@ ROWS: dict[str, Row] = {
         mixing("decentralized", **SGD),
         mixing("low-precision-decentralized", **SGD),
         Row("ad-psgd", "skewed", SGD, equal=False, rejoins=False, together=2),
+        Row("asysg-con", options={"lr": 0.2}, steps=4 * STEPS, equal=False, store=True),
     )
 }  # fmt: skip
 NAMES = (DEFAULT, *ROWS)

@@ -99,8 +99,6 @@ def report(played: Played) -> dict[str, Any]:
 def judge(played: Played) -> list[Check]:
     swarm, row = _swarm(played), played.row
     least = SWARM_AT_LEAST if row is None else ANY_ALGORITHM_AT_LEAST
-    survivors = [s for i, s in enumerate(played.stories) if not _was_killed(played, i)]
-    rounds = min(story.together for story in survivors)
     checks = [
         Check(
             "accuracy of the swarm (its worst peer)",
@@ -109,6 +107,16 @@ def judge(played: Played) -> list[Check]:
             swarm >= least,
         ),
         *_check_yardsticks(played, swarm),
+        *(_check_store(played) if row is not None and row.store else _check_rounds(played)),
+        _check_final(played),
+        _check_equal(played),
+    ]
+    return checks + _checks_of_the_killed(played) + [_check_exits(played)]
+
+
+def _check_rounds(played: Played) -> list[Check]:
+    rounds = min(story.together for story in _survivors(played))
+    return [
         Check(
             "rounds together (fewest of a survivor)",
             str(rounds),
@@ -116,10 +124,23 @@ def judge(played: Played) -> list[Check]:
             rounds >= ROUNDS_AT_LEAST,
         ),
         _check_shape(played),
-        _check_final(played),
-        _check_equal(played),
     ]
-    return checks + _checks_of_the_killed(played) + [_check_exits(played)]
+
+
+def _check_store(played: Played) -> list[Check]:
+    """Every gradient that was taken is a version: of one store if there are more of these than any
+    trainer made itself."""
+    own = [int(story.end.get("gradients", 0)) for story in _survivors(played)]
+    versions = min(story.version for story in _survivors(played))
+    shared = min(own) >= ROUNDS_AT_LEAST and versions > 2 * max(own)
+    return [
+        Check(
+            "versions of the store, and gradients of a survivor",
+            f"{versions}, {min(own)} to {max(own)}",
+            f"more than 2 x the most, and >= {ROUNDS_AT_LEAST} each",
+            shared,
+        )
+    ]
 
 
 def _check_yardsticks(played: Played, swarm: float) -> list[Check]:
@@ -224,6 +245,10 @@ def _check_exits(played: Played) -> Check:
 
 def _swarm(played: Played) -> float:
     return min(float(story.end.get("accuracy", 0.0)) for story in played.stories)
+
+
+def _survivors(played: Played) -> list[Story]:
+    return [story for i, story in enumerate(played.stories) if not _was_killed(played, i)]
 
 
 def _was_killed(played: Played, index: int) -> bool:

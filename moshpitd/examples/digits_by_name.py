@@ -40,6 +40,7 @@ from moshpitd.examples.digits import (
 TOGETHER_S = 120.0
 """For all to be there, at the start and at the end: nine processes on two cores start in 30 s."""
 ATTEMPT_S = 30.0  # of that, for one round
+TELL_S = 0.5  # between two lines about the step, where no rounds tell
 JOIN_S = 90.0  # until the others compare, and a newcomer is given their state
 
 
@@ -120,7 +121,10 @@ def train(args: argparse.Namespace, say: Say) -> None:
     took_state = bool(session.synced and session.synced.loaded_snapshot)
     if args.begin_at and hasattr(optimizer, "catch_up"):
         took_state = caught_up(optimizer)
-    steps = args.begin_at
+    if hasattr(optimizer, "start"):  # what holds the parameters is no trainer
+        optimizer.start()
+        took_state = bool(args.begin_at and optimizer.version)
+    steps, told_at = args.begin_at, time.monotonic()
 
     def progress() -> int:
         return int(optimizer.version) if counts_together else steps
@@ -144,6 +148,9 @@ def train(args: argparse.Namespace, say: Say) -> None:
         if line:
             line |= {"version": progress(), "accuracy": accuracy(model, test_x, test_y)}
             say("round", step=progress(), loss=batches.loss, **line)
+        elif began - told_at >= TELL_S:
+            told_at = began
+            say("step", step=progress(), loss=batches.loss)
         time.sleep(max(0.0, args.pace - (time.monotonic() - began)))
     if hasattr(optimizer, "land"):
         optimizer.land()
@@ -161,6 +168,7 @@ def train(args: argparse.Namespace, say: Say) -> None:
         accuracy=accuracy(model, test_x, test_y),
         missed=getattr(optimizer, "missed", 0),
         resyncs=getattr(optimizer, "resyncs", 0),
+        gradients=steps - args.begin_at - getattr(optimizer, "refused", 0),
         counts=dict(heard.statuses),
         together=final is not None,
         final=None if final is None else {**of_round(final), "version": progress()},

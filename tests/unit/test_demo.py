@@ -361,6 +361,20 @@ def test_a_demo_by_name_has_its_own_bars(tmp_path: Path) -> None:
     assert "largest difference between parameters" in [c.name for c in judge(asynchronous)]
 
 
+def test_a_demo_with_a_store_counts_versions_and_not_rounds(tmp_path: Path) -> None:
+    found = of_row(tmp_path, "asysg-con")
+    for story in found.stories:
+        story.version = 1920
+        story.end["gradients"] = 480
+        story.outcomes.clear()
+    assert report(found)["passed"], judge(found)
+    found.stories[1].end["gradients"] = 1000  # more than half: whose are the others?
+    named = "versions of the store, and gradients of a survivor"
+    assert [check.name for check in judge(found) if not check.passed] == [named]
+    found.stories[1].end["gradients"] = 0
+    assert [check.name for check in judge(found) if not check.passed] == [named]
+
+
 @pytest.mark.parametrize("name", list(ROWS))
 def test_every_row_makes_its_optimizer(name: str) -> None:
     """Options are JSON on a trainer's command line: what cannot be is an error here already."""
