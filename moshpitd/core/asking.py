@@ -84,7 +84,8 @@ class Asking:
         self.state.effects.append(Send(sender, Begin(group)))
         return True
 
-    def begun(self, sender: str, group: Group, now: float) -> None:
+    def begun(self, sender: str, begin: Begin, now: float) -> None:
+        group = begin.group
         work = self.conductor.work
         attempt = work.attempt if work is not None else None
         if (
@@ -106,6 +107,7 @@ class Asking:
             latest = max(member.version for member in group.members)
             if latest - self.state.version <= self.state.params.max_version_lag:
                 attempt.enter(group, relayed=sender != group.leader)
+                self.conductor.meeting.unanswered(begin.silent, since=attempt.started)
                 self.state.collect(attempt.effects)
                 return
             self.state.strike(sender, Reason.VERSION, now)

@@ -127,6 +127,10 @@ class Candidates:
         below = [p for p, c in self.known.items() if p < peer_id and c.answer is Answer.UNASKED]
         return min(below) if below else None
 
+    def unanswered(self) -> tuple[str, ...]:
+        """Those that were asked twice and said nothing within an answer's time."""
+        return tuple(p for p, c in self.known.items() if c.reason is Reason.NO_ANSWER)
+
     def waited_in_vain(self) -> list[str]:
         return [p for p, c in self.known.items() if c.answer is Answer.LATER]
 

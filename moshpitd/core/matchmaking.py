@@ -407,8 +407,9 @@ class Attempt:
             no = Declined(self.key, join.attempt, Reason.WEIGHT, self.me)
             self._send(join.record.peer_id, no)
         self.group = group = self._form(joins) if heavy else group
+        begin = Begin(group, self.candidates.unanswered())
         for join in joins:
-            self._send(join.record.peer_id, Begin(group))
+            self._send(join.record.peer_id, begin)
 
     def _form(self, joins: list[Join]) -> Group:
         audited = self.params.audit_fraction

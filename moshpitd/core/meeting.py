@@ -194,6 +194,28 @@ class Meeting:
         state.collect(attempt.effects)
         return attempt
 
+    def ended(self, attempt: Attempt, now: float, *, in_time: bool) -> None:
+        """Remember who was waited for in vain. `in_time`: it did not end with its call."""
+        state = self.state
+        for peer_id in attempt.candidates.waited_in_vain() if in_time else []:
+            entry = state.swarm.heard.get(peer_id)
+            if entry is not None:
+                entry.missed += 1
+        if attempt.expected and now >= attempt.window_end:
+            for entry in state.place.unsettled(state.swarm, state.record.schema):
+                entry.missed += 1
+        self.unanswered(attempt.candidates.unanswered(), since=attempt.started)
+
+    def unanswered(self, peers: Sequence[str], *, since: float) -> None:
+        """They were asked after `since` and said nothing; gone until they are heard, or every round
+        would wait for a machine that stands still. Whoever we heard meanwhile is not."""
+        for peer_id in peers:
+            entry = self.state.swarm.heard.get(peer_id)
+            if entry is None or entry.direct_at > since:
+                continue
+            if self.state.swarm.lose(peer_id, Reason.NO_ANSWER):
+                self.state.note("peer_lost", peer_id, Reason.NO_ANSWER)
+
     def _doubtful(self, attempt: Attempt) -> bool:
         """On a large grid: does somebody seem to be missing from our line?"""
         if is_flat(self.state.place.shape) or self._everybody_tells():

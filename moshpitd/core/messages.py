@@ -170,9 +170,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The leader closes the group and the round begins."""
+    """The leader closes the group and the round begins. `silent` are those that it asked and that
+    gave no answer: whoever else leads the next one need not wait for them again."""
 
     group: Group
+    silent: tuple[str, ...] = ()
 
 
 # -- the round

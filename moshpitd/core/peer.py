@@ -260,7 +260,7 @@ class Peer:
             elif isinstance(message, Leave) and work is not None and work.round is not None:
                 self.asking.left_late(work.round, sender, message, now)
         elif isinstance(message, Begin):
-            self.asking.begun(sender, message.group, now)
+            self.asking.begun(sender, message, now)
         elif (answer := self.conductor.verdicts.answer(sender, message)) is not None:
             self.state.effects += answer
         elif isinstance(message, OF_A_ROUND):

@@ -20,6 +20,8 @@ from moshpitd.core.grid import PEERS_KEY
 from moshpitd.core.messages import Record
 from moshpitd.core.params import Params
 
+LOOK_UP = 4  # as many answers of one peer each does the longest look-up wait for
+
 EAGER_S = 1.0
 """Interval of look-ups after a start or a new shape: ten times what one takes abroad."""
 
@@ -115,7 +117,9 @@ class Presence:
 
     def found(self, now: float, *, ok: bool) -> None:
         if self.asked_at is not None:
-            self.look_up_took = now - self.asked_at
+            # Those that announce meanwhile need as long to find us; not longer because somebody in
+            # the directory stood still for us.
+            self.look_up_took = min(now - self.asked_at, self.params.answer_timeout_s / 2)
         self.asked_at = None
         self.failed = 0 if ok else self.failed + 1
         self.answered_at = now
@@ -124,13 +128,22 @@ class Presence:
             if now >= self.unsettled_until:
                 self.every_s = min(2 * self.every_s, self.params.refresh_s)
 
+    @property
+    def _patience_s(self) -> float:
+        """After this, a look-up that has not ended is made again."""
+        return LOOK_UP * self.params.answer_timeout_s
+
     def fresh(self, now: float) -> bool:
-        return now - self.found_at <= self.params.found_fresh_s
+        """Whether the last answer will do. As old as those that we get in the background may be, it
+        will: a machine that stands still in the directory makes every look-up take seconds."""
+        return now - self.found_at <= max(
+            self.params.found_fresh_s, self.every_s + self._patience_s
+        )
 
     def tick(self, now: float) -> None:
         if not self.present:
             return
-        if self.asked_at is not None and now >= self.asked_at + 4 * self.params.answer_timeout_s:
+        if self.asked_at is not None and now >= self.asked_at + self._patience_s:
             self.asked_at = None  # the directory never answered; it may later, which does no harm
         if now >= self._announce_at():
             self._announce(now)
@@ -160,7 +173,7 @@ class Presence:
 
     def _look_up_at(self) -> float:
         if self.asked_at is not None:
-            return self.asked_at + 4 * self.params.answer_timeout_s
+            return self.asked_at + self._patience_s
         if self.storing or self.answered_at == float("-inf"):
             return self.announced_at + self.params.answer_timeout_s
         return min(self.answered_at + self.every_s, self.again_at)

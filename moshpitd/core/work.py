@@ -259,13 +259,7 @@ class Conductor:
         work.attempt = None
         self._end_phase(work, "matchmaking", now)
         # A call that ended before its window says nothing about whom it would have waited for.
-        for peer_id in attempt.candidates.waited_in_vain() if now < work.deadline_at else []:
-            entry = self.state.swarm.heard.get(peer_id)
-            if entry is not None:
-                entry.missed += 1
-        if attempt.expected and now >= attempt.window_end:
-            for entry in self.state.place.unsettled(self.state.swarm, self.state.record.schema):
-                entry.missed += 1
+        self.meeting.ended(attempt, now, in_time=now < work.deadline_at)
         group = attempt.group
         if group is None:
             early, self.state.early = self.state.early, []

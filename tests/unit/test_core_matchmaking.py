@@ -278,6 +278,50 @@ def test_a_leader_that_falls_silent_is_given_up_within_ten_seconds() -> None:
         assert waited(hands, tokens[name]) <= 10.0
 
 
+@pytest.mark.parametrize("first", ["p00", "p01", "p02"])
+def test_a_machine_that_stands_still_is_waited_for_once(first: str) -> None:
+    """Whoever leads: the members of the first group without it know as much as its leader."""
+    hands = ready(4)
+    hands.start()
+    hands.finish()
+    hands.drop = lambda sender, to, what: "p03" in (sender, to)
+    tokens = hands.start(3)
+    hands.finish()
+    spans = [waited(hands, token) for token in tokens.values()]
+    assert spans == pytest.approx([2.0] * 3, abs=0.3)
+    for name in tokens:
+        assert hands.nodes[name].peer.state.swarm.heard["p03"].lost is Reason.NO_ANSWER, name
+    asked = len(hands.sent)
+    hands.contribute(first)
+    hands.run(until_s=hands.now + 0.2)
+    rest = [hands.contribute(name) for name in ("p00", "p01", "p02") if name != first]
+    hands.finish()
+    assert [waited(hands, token) for token in rest] == pytest.approx([0.0] * 2, abs=0.3)
+    assert not [to for _, _, to, what in hands.sent[asked:] if isinstance(what, Invite | Join)
+                and to == "p03"]  # fmt: skip
+
+    hands.drop = lambda sender, to, what: False
+    hands.contribute("p03")  # it wakes, and is heard
+    hands.run(until_s=hands.now + 0.2)
+    tokens = hands.start(3)
+    hands.finish()
+    assert {hands.outcomes[token].group_size for token in tokens.values()} == {4}
+
+
+def test_whoever_was_heard_while_a_leader_waited_for_it_is_not_lost() -> None:
+    hands = ready(3)
+    hands.start()
+    hands.finish()
+    hands.drop = lambda sender, to, what: sender == "p02" and isinstance(what, Later)
+    tokens = hands.start(2)
+    hands.run(until_s=hands.now + 1.0)
+    for name in tokens:
+        hands.tell(name, ev.Received("p02", Hello(hands.nodes["p02"].peer.state.record)))
+    hands.finish()
+    for name in tokens:
+        assert hands.nodes[name].peer.state.swarm.heard["p02"].lost is None, name
+
+
 @pytest.mark.parametrize("how", ["cancel", "detach", "drain", "kill"])
 def test_a_follower_that_goes_before_begin_costs_nobody_anything(how: str) -> None:
     hands = ready(4)

@@ -117,7 +117,9 @@ class LocalSGD(Wrapped):
         if self.flight is not None and self.flight.done:
             self.land()
         if self.flight is None and self._schedule.due(
-            steps=self.steps, now=time.monotonic(), attached=self.session.attached
+            steps=self.steps,
+            now=time.monotonic(),
+            attached=self.session.attached and not self.session.draining,
         ):
             if self._overlap:
                 self._begin()
