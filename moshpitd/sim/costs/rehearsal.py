@@ -2,11 +2,9 @@
 One rule: the world is calm and nothing in it is random, so that what is left is the protocol's own
 chain of messages and bytes.
 
-A daemon delivers its control messages to one peer one at a time, each after the acknowledgement of
-the one before (`daemon.driver`); the world by itself lets them overtake, so `_Acknowledged` adds
-that. A warm round in which all are ready at once is then a chain of eight hops: the leader's Begin
-is its third message to a follower (Invite, Accepted, Begin: 5 hops), contribution and result are
-one hop each on links that stand, and Parity is the last.
+A daemon's control messages to one peer wait for no acknowledgement (`daemon.driver`), and neither
+do the world's. A warm round in which all are ready at once is then a chain of five hops: the Join
+of a follower, the leader's Begin, a contribution, its result, and Parity.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from moshpitd.core.effects import Finish, Send
+from moshpitd.core.effects import Finish
 from moshpitd.core.events import Contributed, Event
 from moshpitd.core.outcome import Status
 from moshpitd.core.params import Params
@@ -26,15 +24,13 @@ from moshpitd.sim.nodes import Node
 from moshpitd.sim.world import World
 from moshpitd.tensors.layout import Layout
 
-MESSAGES_TO_BEGIN = 3
-MATCHMAKING_HOPS = 2 * MESSAGES_TO_BEGIN - 1
-"""The k-th message of one peer to another arrives after 2 k - 1 hops."""
+MATCHMAKING_HOPS = 2
 EXCHANGE_HOPS = 2
 PARITY_HOPS = 1
 ROUNDS = 4
 """The first of them finds links and records that it has to make; the median is a warm one."""
 COMPUTE_S = 0.3
-"""Between two rounds: long enough that the last message of one is acknowledged before the next."""
+"""Between two rounds: long enough that the last message of one has arrived before the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,7 @@ class Rehearsal:
 
 
 def closed_form_s(net: Net, layout: Layout, codec: str, *, peers: int) -> float:
-    """The same by formula, for one flat group of equals: eight hops and the bytes."""
+    """The same by formula, for one flat group of equals: five hops and the bytes."""
     hops = MATCHMAKING_HOPS + EXCHANGE_HOPS + PARITY_HOPS
     busiest = max(one.sent for one in group_traffic(layout, codec, [1.0] * peers))
     return hops * net.latency_s + net.bandwidth_s(busiest, busiest)
@@ -79,27 +75,10 @@ def rehearse(
         rate_sigma=0.0,
         goal=ROUNDS,
     )
-    world = _Acknowledged(options)
+    world = World(options)
     stopwatch = _Stopwatch(world)
     world.run()
     return stopwatch.median(peers)
-
-
-class _Acknowledged(World):
-    """A message waits until the one before it to the same peer is acknowledged."""
-
-    def __init__(self, options: Options) -> None:
-        self._free_at: dict[tuple[int, str], float] = {}
-        super().__init__(options)
-
-    def _send(self, node: Node, effect: Send) -> None:
-        other = self.node(effect.to)
-        trip = self.links.delay(node.index, other.index)
-        key = (node.index, effect.to)
-        leaves = max(self.now, self._free_at.get(key, 0.0))
-        self._free_at[key] = leaves + 2.0 * trip
-        arrives = leaves + trip - self.now
-        self.later(arrives, self._deliver, node, node.incarnation, other, effect.message)
 
 
 class _Stopwatch:
