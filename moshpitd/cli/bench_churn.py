@@ -25,6 +25,12 @@ def churn(
     every: Annotated[
         float, typer.Option(metavar="SECONDS", help="From one round to the next.")
     ] = EVERY_S,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap/--wait", help="Rounds run while trainers compute, or they wait for each."
+        ),
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of the faults.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
@@ -60,7 +66,7 @@ def churn(
         swarm = Swarm(children, folder, peers=daemons, numel=0)
         say(f"starting {daemons} daemons")
         swarm.start()
-        supervisor = Supervisor(swarm, Pace(pace, every, int(params)), say)
+        supervisor = Supervisor(swarm, Pace(pace, every, int(params), overlap), say)
         say(f"leg 1: {minutes:g} min without faults")
         still = supervisor.leg("still", seconds=leg_s, faults=[])
         held = Held.now(swarm)
@@ -70,6 +76,7 @@ def churn(
         leaks += end_and_look(swarm)
     report = compare(still, stormy, leaks, seed=seed)
     report |= {"daemons": daemons, "minutes": minutes, "pace_s": pace, "every_s": every}
+    report["overlap"] = overlap
     _show(report)
     write_json(json_file, report)
     raise typer.Exit(0 if report["throughput_ratio"] is not None else 1)

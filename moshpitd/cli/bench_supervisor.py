@@ -36,6 +36,7 @@ class Pace:
     step_s: float
     every_s: float
     numel: int
+    overlap: bool  # rounds run while the trainer computes
 
 
 @dataclass(slots=True)
@@ -172,6 +173,7 @@ class Supervisor:
             "--pace": pace.step_s,
             "--every": pace.every_s,
             "--numel": pace.numel,
+            "--overlap": int(pace.overlap),
         }
         options = [word for name, number in numbers.items() for word in (name, str(number))]
         arguments = ["-m", "moshpitd.testing.bench.learner", "--socket", str(node.socket)]

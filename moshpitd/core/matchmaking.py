@@ -65,21 +65,16 @@ class Attempt:
     started: float
     deadline_at: float
     call_ends_at: float = float("inf")
-    expected: int = (
-        0  # members of a full line of the grid; 0 in the flat group, where all are known
-    )
-    unsettled: int = (
-        1  # live peers whose cell for this round is not known yet; 1 where nobody counts
-    )
+    expected: int = 0  # members of a full line of the grid; 0 in a flat group, where all are known
+    unsettled: int = 1  # live peers of no known cell in this round; 1 where nobody counts
     lone_waits: bool = False  # not all that may come are known: with nobody here, wait the window
     norm: float = 0.0
     codec: str = "float32"
     looked_up: bool = False
     settle_until: float = 0.0
     candidates: Candidates = field(default_factory=Candidates)
-    waiting: dict[str, float] = field(
-        default_factory=dict
-    )  # leaders that invited us -> until when they wait
+    waiting: dict[str, float] = field(default_factory=dict)
+    """Leaders that invited us -> until when they wait."""
     following: Following | None = None
     lost_leader: str = ""  # whom we followed, until it was lost
     relayed: bool = False  # a member told us of the group, because its leader is gone
@@ -235,7 +230,7 @@ class Attempt:
             if self.candidates.joined():
                 times.append(self.alive_at + ALIVE_S)
             times.append(self.window_end)
-            patience = self.settle_until if self.looked_up else self.look_up_by
+            patience = self.settle_until if self.looked_up else self._look_up_until()
             if patience > self.clock:  # once it is over, only the window is left to wait for
                 times.append(patience)
         return min(times)
@@ -293,6 +288,10 @@ class Attempt:
             self.settle_until = max(self.settle_until, now + 4 * self.params.settle_s)
         if not self.candidates.joined()[1:]:
             self.alive_at = now
+            if not self.expected:
+                # The window is for those that are ready together, and begins with the second of
+                # them: who came long before would close it on the first of the others.
+                self.window_end = min(now + self.params.window_s, self.deadline_at)
         self._send(sender, Accepted(self.key, message.attempt, self._waits(now)))
         self._decide(now)
 
@@ -385,7 +384,7 @@ class Attempt:
             return
         if self.looked_up and now < self.settle_until:
             return
-        if not self.looked_up and now < self.look_up_by:
+        if not self.looked_up and now < self._look_up_until():
             return
         if self.candidates.may_come():
             return
@@ -394,6 +393,10 @@ class Attempt:
         if len(joined) + 1 < self.expected and self.unsettled:
             return  # one of them may stand in our line when its round is over, and find us here
         self._begin() if joined else self.abandon(Reason.NO_PEERS)
+
+    def _look_up_until(self) -> float:
+        """With company less long: it knows others; somebody in the directory may stand still."""
+        return self.look_up_by - (self.params.answer_timeout_s if self.candidates.joined() else 0.0)
 
     def _begin(self) -> None:
         joins = self.candidates.joins()

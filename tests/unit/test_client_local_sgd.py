@@ -233,6 +233,21 @@ def test_every_seconds_is_due_as_soon_as_the_daemon_is_back() -> None:
     assert not schedule.due(steps=4, now=135.9, attached=True)
 
 
+def test_who_comes_and_meets_nobody_tries_twice_in_a_row() -> None:
+    schedule = EverySeconds(10.0, random.Random(0))
+    schedule.averaged(now=100.0, together=False)
+    assert schedule.due(steps=1, now=100.1, attached=True)
+    schedule.averaged(now=105.0, together=False)
+    assert not schedule.due(steps=2, now=109.9, attached=True)
+    assert schedule.due(steps=3, now=115.0, attached=True)
+    schedule.averaged(now=115.0, together=True)
+    schedule.averaged(now=125.0, together=False)
+    assert not schedule.due(steps=4, now=129.9, attached=True)
+    schedule.away()
+    schedule.averaged(now=130.0, together=False)
+    assert schedule.due(steps=5, now=130.1, attached=True)
+
+
 def test_two_trainers_out_of_phase_meet() -> None:
     """Phases 12 s apart, T = 30 s, a window of 5 s: with fixed phases they would never meet."""
     schedules = [EverySeconds(30.0, random.Random(seed)) for seed in (1, 2)]

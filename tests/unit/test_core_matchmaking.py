@@ -278,6 +278,35 @@ def test_a_leader_that_falls_silent_is_given_up_within_ten_seconds() -> None:
         assert waited(hands, tokens[name]) <= 10.0
 
 
+def test_who_came_long_before_the_others_does_not_close_on_the_first_of_them() -> None:
+    """A newcomer waits for a swarm whose members are ready within half a second of each other."""
+    hands = ready(5)
+    hands.start()
+    hands.finish()
+    tokens = {"p04": hands.contribute("p04")}
+    hands.run(until_s=hands.now + 4.9)
+    tokens["p01"] = hands.contribute("p01")
+    hands.run(until_s=hands.now + 0.5)
+    tokens |= {name: hands.contribute(name) for name in ("p00", "p02", "p03")}
+    hands.finish()
+    assert {hands.outcomes[token].group_size for token in tokens.values()} == {5}
+    assert waited(hands, tokens["p01"]) < 1.0
+
+
+def test_a_leader_with_company_waits_less_long_for_a_directory_that_says_nothing() -> None:
+    hands = ready(3)
+    hands.start()
+    hands.finish()
+    hands.run(until_s=hands.now + 60.0)
+    for name in hands.nodes:
+        hands.nodes[name].peer.state.presence.found_at = hands.now - 60.0
+        hands.nodes[name].peer.state.presence.asked_at = hands.now  # and is not answered
+    tokens = hands.start()
+    hands.finish()
+    assert {hands.outcomes[token].group_size for token in tokens.values()} == {3}
+    assert [waited(hands, t) for t in tokens.values()] == pytest.approx([2.0] * 3, abs=0.3)
+
+
 @pytest.mark.parametrize("first", ["p00", "p01", "p02"])
 def test_a_machine_that_stands_still_is_waited_for_once(first: str) -> None:
     """Whoever leads: the members of the first group without it know as much as its leader."""

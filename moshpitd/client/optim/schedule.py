@@ -66,8 +66,9 @@ class EverySteps:
 class EverySeconds:
     """After the first step that ends T seconds or more after the last round ended.
 
-    The first one is due after the first step, and so is the one after the daemon was away. After an
-    attempt that met nobody, half to all of T at random: of two peers that always waited T neither
+    The first one is due after the first step, and so is the one after the daemon was away; one that
+    met nobody is made again at once, because the others may have been about to come. After any
+    other that met nobody, half to all of T at random: of two peers that always waited T neither
     would ever drift into the other's window.
     """
 
@@ -75,6 +76,7 @@ class EverySeconds:
     rng: random.Random = field(default_factory=random.Random)
     _next: float = -math.inf
     _away: bool = False
+    _comes: bool = True  # and has made no attempt yet
 
     def due(self, *, steps: int, now: float, attached: bool) -> bool:
         if self._away and not attached:  # tried already, and nobody is back
@@ -82,11 +84,14 @@ class EverySeconds:
         return now >= self._next
 
     def averaged(self, *, now: float, together: bool) -> None:
-        self._next = now + self.every_s * (1.0 if together else self.rng.uniform(0.5, 1.0))
-        self._away = False
+        if together:
+            self._next = now + self.every_s
+        elif not self._comes:
+            self._next = now + self.every_s * self.rng.uniform(0.5, 1.0)
+        self._away = self._comes = False
 
     def away(self) -> None:
-        self._next, self._away = -math.inf, True
+        self._next, self._away, self._comes = -math.inf, True, True
 
     def resumed(self) -> None:
         return

@@ -93,6 +93,7 @@ def train(options: argparse.Namespace, say: Teller) -> None:
         torch.optim.SGD(model.parameters(), lr=LR),
         session,
         every_s=options.every,
+        overlap=bool(options.overlap),
         on_result=told,
         timeout_s=60.0,
     )
@@ -109,6 +110,7 @@ def train(options: argparse.Namespace, say: Teller) -> None:
             told_at = began
             say("step", step=step, missed=optimizer.missed)
         time.sleep(max(0.0, options.pace - (time.monotonic() - began)))
+    optimizer.land()  # of a round that still runs beside the steps
     say("end", step=step, missed=optimizer.missed, loss=test_loss(model))
     session.close()
 
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument("--life", type=int, required=True, help="which start of it: other batches")
     parser.add_argument("--pace", type=float, required=True, help="least seconds per step")
     parser.add_argument("--every", type=float, required=True, help="seconds between two averages")
+    parser.add_argument("--overlap", type=int, required=True, help="1: rounds run beside steps")
     parser.add_argument("--numel", type=int, required=True, help="further parameters to average")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
