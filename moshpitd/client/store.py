@@ -72,6 +72,8 @@ class DaemonStore:
             except TrainerError as error:
                 if error.reason not in PASSING:
                     raise
+                log.warning("%s: the store is asked again: %s", self._session.run, error)
+                time.sleep(AGAIN_S / 10)  # as above
                 continue
             layout = attachment.bucket.layout
             views = layout.views(attachment.bucket.data)
