@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moshpitd.client.buckets import copies_of
-from moshpitd.client.optim.options import PASSING
+from moshpitd.client.options import PASSING
 from moshpitd.client.primitives import Tensors
 from moshpitd.client.result import Result
 from moshpitd.client.rounds import Telling, follow

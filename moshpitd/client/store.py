@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moshpitd.client.keeper import Attachment
+from moshpitd.client.options import PASSING as BUSY
 from moshpitd.client.primitives import Pulled, StoreOptions, Tensors
 from moshpitd.client.session import GRACE_S, Session
 from moshpitd.client.sources import source_of
@@ -30,7 +31,7 @@ PATIENCE_S = 300.0
 """For a daemon: longer than a restart with all that it may have to wait for, short enough that a
 job whose daemon is gone for good ends in the same hour."""
 AGAIN_S = 0.5  # between two looks for a daemon
-PASSING = frozenset({"store_timeout", "unknown_trainer"})
+PASSING = frozenset({"store_timeout", "unknown_trainer"}) | BUSY
 
 
 class DaemonStore:

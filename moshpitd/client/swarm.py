@@ -36,7 +36,7 @@ from moshpitd.client.flight import Flight
 from moshpitd.client.meetings import DaemonMeetings
 from moshpitd.client.memory import NodeMemory
 from moshpitd.client.neighbours import DaemonNeighbours
-from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
+from moshpitd.client.options import PASSING, AverageOptions, check_options
 from moshpitd.client.owing import OwingSession
 from moshpitd.client.primitives import EXACT, Coding, Mean, StoreOptions, Tensors
 from moshpitd.client.result import Result

@@ -12,9 +12,13 @@ import torch
 
 from moshpitd.client import attach
 from moshpitd.client.buckets import copies_of
+from moshpitd.client.primitives import StoreOptions
 from moshpitd.client.swarm import SwarmOfDaemons
+from moshpitd.errors import TrainerError
+from moshpitd.rpc.status import refusal
+from moshpitd.rpc.stubs import messages
 from moshpitd.tensors.layout import Layout, TensorSpec
-from tests.kit.fake_daemon import FOUNDER, FakeDaemon, Round, result
+from tests.kit.fake_daemon import FOUNDER, FakeDaemon, Round, _refusing, result
 
 
 @pytest.fixture
@@ -57,3 +61,47 @@ def test_what_neighbours_say_is_where_the_model_is() -> None:
     assert [found[name].tolist() for name in here] == [[1.0, 2.0], [3.0, 4.0, 5.0]]
     away = {name: tensor.to("meta") for name, tensor in here.items()}
     assert {copy.device.type for copy in copies_of(layout, block, away).values()} == {"meta"}
+
+
+class WithStore(FakeDaemon):
+    """Pulls and pushes are refused for the reasons in `refuse`, one after the other."""
+
+    refuse: tuple[str, ...] = ()
+
+    def StorePull(self, request: Any, context: Any) -> Any:
+        self._refuse(context)
+        return messages.StorePullReply(version=3)
+
+    def StorePush(self, request: Any, context: Any) -> Any:
+        self._refuse(context)
+        return messages.StorePushReply(verdict="taken")
+
+    def _refuse(self, context: Any) -> None:
+        with _refusing(context):
+            if self.refuse:
+                reason, *rest = self.refuse
+                self.refuse = tuple(rest)
+                raise refusal(reason, "this time")
+
+
+def test_a_store_is_asked_again_until_what_stands_in_its_way_has_passed(tmp_path: Path) -> None:
+    """Also a call of before, which a trainer was interrupted in and the daemon is still busy with;
+    but never where waiting cures nothing."""
+    daemon = WithStore(tmp_path)
+    daemon.start()
+    with attach("test", tensors=[torch.zeros(1)], socket=daemon.socket) as session:
+        start = {"x": torch.tensor([1.0, 2.0])}
+        store = SwarmOfDaemons(session).store("con", start=start, options=StoreOptions(0.1))
+        daemon.refuse = ("bucket_busy", "store_timeout")
+        pulled = store.pull()
+        assert (pulled.version, pulled.tensors["x"].tolist()) == (3, [1.0, 2.0])
+        assert daemon.refuse == ()
+        daemon.refuse = ("bucket_busy",)
+        assert not store.push(start, version=3), "nobody has it, so it is a refused one"
+        assert store.push(start, version=3)
+        daemon.refuse = ("store_differs",)
+        with pytest.raises(TrainerError) as refused:
+            store.pull()
+        assert refused.value.reason == "store_differs"
+        store.close()
+    daemon.stop()
