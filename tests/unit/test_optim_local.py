@@ -432,6 +432,16 @@ def test_a_peer_that_was_away_catches_up(name: str) -> None:
     assert [optimizer.version for optimizer in pair.optimizers] == [80] * 3
 
 
+def test_who_joins_delayed_sgd_opens_all_its_rounds_at_once() -> None:
+    """On daemons each is a run, and who opens one at its first use is late for that round."""
+    pair = Pair(ArithmeticSwarm(1), "delayed-sgd", 1)
+    assert not pair.optimizers[0].catch_up()
+    rounds = {f"gradient{turn}" for turn in range(3)}
+    assert rounds <= pair.optimizers[0]._open.keys()
+    pair.play(3)
+    assert pair.optimizers[0].version == 3, "opened for what an update sends"
+
+
 def test_a_delayed_trainer_that_is_behind_counts_on_once() -> None:
     """What two rounds under way say of one lag is one correction."""
     pair = Pair(ArithmeticSwarm(3), "delayed-sgd", 3, check_every=1000)

@@ -91,6 +91,9 @@ class DelayedSGD(Replicated):
         self._delay, self._adaptive = delay, adaptive
         self._line: deque[_Underway] = deque()
 
+    def choices(self) -> dict[str, Coding]:
+        return {f"gradient{turn}": self._coding for turn in range(self._delay + 1)}
+
     def _update(self, gradients: Gradients) -> bool:
         name = f"gradient{self.version % (self._delay + 1)}"
         weight = self.weight(gradients)
