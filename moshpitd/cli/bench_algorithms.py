@@ -83,9 +83,11 @@ def algorithms(
         "rows": rows_of(runs, params=params, compute_s=compute),
     }
     console().print(_table(report))
+    console().print(_grid_table(report["grid"]))
     write_json(json_file, report)
     if json_file is not None:
         _write_csv(json_file.with_name(json_file.name + ".csv"), report["rows"])
+    raise typer.Exit(1 if failed else 0)
 
 
 def networks() -> tuple[Net, ...]:
@@ -194,6 +196,16 @@ def _table(report: Mapping[str, Any]) -> Any:
         f"{report['parameters']:g} parameters, seconds modelled"
     )
     return table(title, (*heads, "loss at steps #", "std #", "at seconds #"), lines)
+
+
+def _grid_table(grid: Mapping[str, Mapping[str, float]]) -> Any:
+    from moshpitd.cli.output import table
+
+    lines = [
+        (name, ", ".join(f"{lr}: {loss:.3f}" for lr, loss in losses.items()))
+        for name, losses in grid.items()
+    ]
+    return table("tuning with seed 0", ("algorithm", "learning rate: loss at the end"), lines)
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

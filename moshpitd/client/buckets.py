@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -117,6 +117,16 @@ class Bucket:
     def _write(self, generation: int) -> None:
         self._generation = generation
         GENERATION.pack_into(self._map, GENERATION_AT, generation)
+
+
+def copies_of(layout: Layout, block: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a block of a bucket (1-D uint8) holds, by the names of `like`, which are in the order of
+    the layout, and on the devices of these: who mixes with it computes where its model is."""
+    views = layout.views(block)
+    return {
+        name: view.to(tensor.device, copy=True)
+        for (name, tensor), view in zip(like.items(), views, strict=True)
+    }
 
 
 def _mapped(path: str, nbytes: int) -> mmap.mmap:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moshpitd.client.optim.options import PASSING
+from moshpitd.client.buckets import copies_of
+from moshpitd.client.options import PASSING
 from moshpitd.client.primitives import Tensors
 from moshpitd.client.result import Result
 from moshpitd.client.rounds import Telling, follow
@@ -52,8 +53,7 @@ class PairSession(Session):
             if tensors is None:
                 return result, attachment.trainer, {}
             blocks = Blocks(bucket.layout.nbytes, bucket.slots, full=False)
-            views = bucket.layout.views(blocks.of(bucket.area, DECODED))
-            copies = {name: view.clone() for name, view in zip(tensors, views, strict=True)}
+            copies = copies_of(bucket.layout, blocks.of(bucket.area, DECODED), tensors)
             return result, attachment.trainer, copies
 
     @property

@@ -35,7 +35,11 @@ class NodeMemory:
 
     def __init__(self, session: Session, start: Tensors) -> None:
         self._session = session
-        self._values = {name: x.detach().cpu().clone() for name, x in start.items()}
+        # Contiguous, as in the file: a block of elements must be a view of them.
+        self._values = {
+            name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, x in start.items()
+        }
         self._path = ""
         self._bucket: Bucket | None = None
 

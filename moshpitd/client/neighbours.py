@@ -20,7 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moshpitd.client.optim.options import PASSING
+from moshpitd.client.buckets import copies_of
+from moshpitd.client.options import PASSING
 from moshpitd.client.primitives import Coding, Exchanged, Message, Tensors
 from moshpitd.client.result import Result
 from moshpitd.client.rounds import Telling, follow
@@ -183,7 +184,7 @@ class DaemonNeighbours:
                 log.warning("%s: no exchange this time: %s", self._run, error)
                 return Exchanged(1.0, sent)
             self._heard(result)
-            return self._read(result, sent, partial(_tensors, self._names, layout, blocks, area))
+            return self._read(result, sent, partial(_tensors, sent, layout, blocks, area))
 
     def _read(self, result: Result, sent: dict[str, Tensor], block: _Block) -> Exchanged:
         row = result.row
@@ -208,11 +209,10 @@ class DaemonNeighbours:
 
 
 def _tensors(
-    names: list[str], layout: Layout, blocks: Blocks, area: Tensor, slot: int | None, *, full: bool
+    like: Tensors, layout: Layout, blocks: Blocks, area: Tensor, slot: int | None, *, full: bool
 ) -> dict[str, Tensor]:
     block = DECODED if slot is None else blocks.slot(slot, full=full)
-    views = layout.views(blocks.of(area, block))
-    return {name: view.clone() for name, view in zip(names, views, strict=True)}
+    return copies_of(layout, blocks.of(area, block), like)
 
 
 def _copies(tensors: Tensors) -> dict[str, Tensor]:

@@ -51,21 +51,19 @@ class OwingSession(Session):
 
     def owe(self, residuals: Mapping[str, Any]) -> None:
         """What `residuals` gave, in the place of what the daemon owes now. TrainerError for one of
-        other tensors."""
+        other tensors; nothing has changed then."""
         with self._turn:
             self._settle()
             attachment = self._ready()
             layout = attachment.bucket.layout
             data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+            for side in SIDES:
+                _check(lossy_view(layout, data), residuals.get(side), f"{self.run}: {side}")
             with Telling(self._keeper, attachment):
                 for side in SIDES:
                     values = residuals.get(side)
                     if values is not None:
-                        _take(
-                            lossy_view(layout, data),
-                            values,
-                            f"{self.run}: {side}",
-                        )
+                        lossy_view(layout, data).copy_(values)
                     request = _request(attachment, side, attachment.bucket.fill_from(data))
                     request.nothing = values is None
                     _patiently(self._calls.put_residuals, request)
@@ -89,10 +87,9 @@ def _patiently(call: Callable[[messages.ResidualsRequest, float], R], request: A
             time.sleep(BUSY_POLL_S)
 
 
-def _take(region: Tensor, values: Tensor, where: str) -> None:
-    if values.shape != region.shape:
+def _check(region: Tensor, values: Tensor | None, where: str) -> None:
+    if values is not None and values.shape != region.shape:
         raise refusal(
             "schema_differs",
             f"{where} residual of {values.numel()} elements, expected {region.numel()}",
         )
-    region.copy_(values)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moshpitd.client.keeper import Attachment
+from moshpitd.client.options import PASSING as BUSY
 from moshpitd.client.primitives import Pulled, StoreOptions, Tensors
 from moshpitd.client.session import GRACE_S, Session
 from moshpitd.client.sources import source_of
@@ -30,7 +31,7 @@ PATIENCE_S = 300.0
 """For a daemon: longer than a restart with all that it may have to wait for, short enough that a
 job whose daemon is gone for good ends in the same hour."""
 AGAIN_S = 0.5  # between two looks for a daemon
-PASSING = frozenset({"store_timeout", "unknown_trainer"})
+PASSING = frozenset({"store_timeout", "unknown_trainer"}) | BUSY
 
 
 class DaemonStore:
@@ -72,6 +73,8 @@ class DaemonStore:
             except TrainerError as error:
                 if error.reason not in PASSING:
                     raise
+                log.warning("%s: the store is asked again: %s", self._session.run, error)
+                time.sleep(AGAIN_S / 10)  # as above
                 continue
             layout = attachment.bucket.layout
             views = layout.views(attachment.bucket.data)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Unpack
 
@@ -35,7 +36,7 @@ from moshpitd.client.flight import Flight
 from moshpitd.client.meetings import DaemonMeetings
 from moshpitd.client.memory import NodeMemory
 from moshpitd.client.neighbours import DaemonNeighbours
-from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
+from moshpitd.client.options import PASSING, AverageOptions, check_options
 from moshpitd.client.owing import OwingSession
 from moshpitd.client.primitives import EXACT, Coding, Mean, StoreOptions, Tensors
 from moshpitd.client.result import Result
@@ -172,6 +173,7 @@ class DaemonAverage:
     ) -> None:
         self.session, self._owes = session, owes
         self._coded_here, self._rounds = coded_here, 0
+        self._before: Flight | None = None
         self._swarm, self._values, self._options = swarm, values, options
 
     def average(self, tensors: Tensors, *, weight: int = 1) -> Mean:
@@ -190,17 +192,28 @@ class DaemonAverage:
 
     def take_off(self, sent: Tensors, weight: int) -> Flight | None:
         """For a round: one attempt; None where there is no daemon."""
+        self._end_the_one_before()
         try:
             with torch.no_grad():
                 for name, value in self._values.items():
                     value.copy_(sent[name])
-            return self.session.begin(weight, overlap=False, snapshots=False, **self._options)
+            flight = self.session.begin(weight, overlap=False, snapshots=False, **self._options)
+            self._before = flight
+            return flight
         except DaemonUnavailable as error:
             log.warning("%s: no average this time: %s", self.session.run, error)
         except TrainerError as error:
             if error.reason not in PASSING:
                 raise
         return None
+
+    def _end_the_one_before(self) -> None:
+        """A round that nobody landed, because a checkpoint was loaded or the others' state came,
+        still writes to `values`: before this one's contribution does, and never after it."""
+        before, self._before = self._before, None
+        if before is not None:
+            with suppress(DaemonUnavailable, TrainerError):  # told to whoever landed it, if any
+                before.land()
 
     def _decoded(self, tensors: Tensors) -> dict[str, Tensor]:
         """What the codec makes of each tensor; another draw in every round and on every peer."""

@@ -111,6 +111,7 @@ class Storage:
                 self._opened(event)
             case StorePullAsked() | StorePushAsked():
                 self.calls.asked(event, now)
+                self._compare_rules()
             case StoreCancelled():
                 self.calls.cancel(event.token)
             case StoreClosed():
@@ -148,6 +149,7 @@ class Storage:
             return
         self.coordinator.step_down()
         self.calls.restart(now)
+        self.calls.rules.clear()
         self.common.terms = self.common.copy = self.common.rules = None
         self.common.do(DropStore())
 
@@ -189,7 +191,7 @@ class Storage:
                 self._told_broken(sender, message, now)
             case StoreLeave():
                 if message.worker.split("/")[0] == sender:
-                    self.coordinator.forget(message.worker)
+                    self.coordinator.forget(message.worker, message.number)
             case StoreWait():
                 self.calls.waits(sender, message.number, now)
             case StoreGrant():
@@ -294,11 +296,18 @@ class Storage:
             common.copy = Copy(terms.ballot.epoch, terms.version, terms.applied)
         self.owner.adopt(terms)
         self.calls.restart(now)
-        if common.rules is not None and common.rules != terms.rules:
-            self.calls.refuse("store_differs", f"the store has {terms.rules}, not {common.rules}")
+        self._compare_rules()
+
+    def _compare_rules(self) -> None:
+        """All trainers of a store give the same: those of one node, and of different ones."""
+        terms = self.common.terms
+        rules = terms.rules if terms is not None else self.common.rules
+        if rules is not None:
+            self.calls.compare(rules)
 
     def _opened(self, event: StoreOpened) -> None:
         common = self.common
+        self.calls.rules[event.worker] = event.rules
         if common.rules is None:
             common.rules = event.rules
         if common.copy is None:

@@ -13,10 +13,12 @@ from moshpitd.core.store_common import SILENT_S, Common, Copy, again_s
 from moshpitd.core.store_words import (
     Collect,
     DropPull,
+    Rules,
     SendGradient,
     StoreAnswer,
     StoreFetch,
     StoreGrant,
+    StoreLeave,
     StorePull,
     StorePullAsked,
     StorePush,
@@ -50,6 +52,7 @@ class Calls:
     def __init__(self, common: Common) -> None:
         self.common = common
         self.calls: dict[str, Call] = {}  # by token
+        self.rules: dict[str, Rules] = {}  # that each worker opened its store with
         self._numbers = 0
         self._sequences: dict[str, int] = {}
 
@@ -67,19 +70,31 @@ class Calls:
 
     def cancel(self, token: str) -> None:
         call = self.calls.pop(token, None)
-        if call is not None:
-            self._drop(call)
+        if call is None:
+            return
+        self._drop(call)
+        terms = self.common.terms
+        if call.push is None and call.number and terms is not None:
+            # What it was granted, or will be, would hold the others up until it pulls again.
+            self.common.say(terms.ballot.coordinator, StoreLeave(call.worker, call.number))
 
     def closed(self, worker: str) -> None:
+        """Whoever calls this tells the coordinator."""
         self._sequences.pop(worker, None)
-        for token in [call.token for call in self.calls.values() if call.worker == worker]:
-            self.cancel(token)
+        self.rules.pop(worker, None)
+        for call in [call for call in self.calls.values() if call.worker == worker]:
+            del self.calls[call.token]
+            self._drop(call)
 
-    def refuse(self, refusal: str, detail: str) -> None:
-        """All calls end so."""
-        for token in list(self.calls):
-            self.cancel(token)
-            self.common.do(StoreAnswer(token, refusal=refusal, detail=detail))
+    def compare(self, rules: Rules) -> None:
+        """Calls of trainers that asked for other rules than the store's end so: their gradients
+        would be applied with a step, or at an age, that they did not choose."""
+        for call in list(self.calls.values()):
+            own = self.rules.get(call.worker, rules)
+            if own != rules:
+                self.cancel(call.token)
+                detail = f"the store has {rules}, expected by this trainer: {own}"
+                self.common.do(StoreAnswer(call.token, refusal="store_differs", detail=detail))
 
     def restart(self, now: float) -> None:
         """There is a new store, or none: whatever was said is void."""

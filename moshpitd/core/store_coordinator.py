@@ -74,6 +74,7 @@ class Office:
     pushes: dict[Gradient, tuple[str, StorePush]] = field(default_factory=dict)
     pulls: dict[str, tuple[str, StorePull]] = field(default_factory=dict)  # not granted yet
     grants: dict[str, StoreGrant] = field(default_factory=dict)  # the last one of each worker
+    left: dict[str, int] = field(default_factory=dict)  # the last pull that was given up, by worker
     verdicts: dict[str, tuple[int, Verdict]] = field(default_factory=dict)
 
     @property
@@ -227,6 +228,8 @@ class Coordinator:
         office = self.office
         if office is None:
             return
+        if pull.number <= office.left.get(pull.worker, 0):
+            return  # said again just before it was given up, and overtaken
         last = office.grants.get(pull.worker)
         if last is not None and pull.number <= last.number:
             if pull.number == last.number:
@@ -283,11 +286,20 @@ class Coordinator:
             self.common.say(sender, order)
         return bool(later) and later[0].version == behind.version + 1
 
-    def forget(self, worker: str) -> None:
-        """It is gone: nobody waits for what it pulled."""
+    def forget(self, worker: str, number: int = 0) -> None:
+        """Nobody waits for what it pulled: it is gone, or has given up the pull of that number."""
         office = self.office
         if office is None:
             return
+        if number:
+            office.left[worker] = max(number, office.left.get(worker, 0))
+            asked, granted = office.pulls.get(worker), office.grants.get(worker)
+            if (asked is not None and asked[1].number > number) or (
+                granted is not None and granted.number > number
+            ):
+                return  # it has pulled again since
+        else:
+            office.left.pop(worker, None)
         office.pulls.pop(worker, None)
         office.ordering.forget(worker)
         self._advance()

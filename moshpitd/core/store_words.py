@@ -245,9 +245,11 @@ class StoreBroken:
 
 @dataclass(frozen=True, slots=True)
 class StoreLeave:
-    """This worker will not push what it pulled."""
+    """This worker will not push what it pulled: with the pull of this number or before it, or (0)
+    ever."""
 
     worker: str
+    number: int = 0
 
 
 StoreMessage: TypeAlias = (

@@ -223,6 +223,7 @@ class Servicer(services.DaemonServicer):
         run = self._node.run_of(request.trainer)
         return messages.StorePushReply(verdict=await self._node.stores.push(run, request))
 
+    @_refusing
     async def GetResiduals(self, request: Any, context: Any) -> Any:
         run = self._node.run_of(request.trainer)
         found = await give_residual(

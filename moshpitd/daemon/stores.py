@@ -54,7 +54,9 @@ class Stores:
         timeout_s = checked_timeout(request.timeout_s)
         async with run.call(request.trainer, request.generation) as (trainer, _):
             if not trainer.worker:
-                await self._open(run, trainer, rules)
+                await self._open(run, trainer)
+            # Every time: a trainer that was refused may ask again with the store's rules.
+            run.driver.handle(StoreOpened(trainer.worker, rules))
             token = secrets.token_hex(8)
             event = StorePullAsked(token, trainer.worker)
             answer = await self._answer(run, trainer, event, token, timeout_s, pull=True)
@@ -72,7 +74,7 @@ class Stores:
             answer = await self._answer(run, trainer, event, token, timeout_s, pull=False)
             return answer.verdict.value
 
-    async def _open(self, run: Run, trainer: Trainer, rules: Rules) -> None:
+    async def _open(self, run: Run, trainer: Trainer) -> None:
         assert run.layout is not None  # it has a trainer
         strange = [spec.name for spec in run.layout.specs if spec.dtype not in FLOATS]
         if strange:
@@ -82,7 +84,6 @@ class Stores:
             )
         await self._in_thread(self._plane.open, run.name, trainer.bucket)
         trainer.worker = f"{self._plane.peer_id}/{trainer.name}"
-        run.driver.handle(StoreOpened(trainer.worker, rules))
 
     async def _answer(
         self, run: Run, trainer: Trainer, event: StoreEvent, token: str, timeout_s: float,

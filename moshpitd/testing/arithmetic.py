@@ -31,7 +31,7 @@ from moshpitd.client.primitives import (
 )
 from moshpitd.core.mixing import MixingSchedule
 from moshpitd.core.topologies import schedule_for
-from moshpitd.errors import LocalProtocolError
+from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.testing.asynchronous import (
     Memory,
     MemoryOfThreads,
@@ -200,6 +200,11 @@ class ArithmeticPeer:
     def store(self, name: str, *, start: Tensors, options: StoreOptions) -> ShelfStore:
         with self.swarm.crowd.lock:
             shelf = self.swarm._stores.setdefault(name, Shelf(copies(start), options))
+        if shelf.options != options:  # as a daemon says it
+            raise TrainerError(
+                f"store {name!r} has {shelf.options}, expected by {self.name}: {options}",
+                reason="store_differs",
+            )
         return ShelfStore(self.swarm.crowd, self.name, shelf)
 
     def shared(self, name: str, *, start: Tensors) -> MemoryOfThreads:

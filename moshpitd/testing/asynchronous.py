@@ -82,7 +82,7 @@ class Shelf:
     are one flat vector."""
 
     def __init__(self, start: dict[str, Tensor], options: StoreOptions) -> None:
-        self.like = start
+        self.like, self.options = start, options
         self.names = list(start)
         bound = asysg.Bound.BLOCK if options.block else asysg.Bound.REFUSE
         self.store = asysg.Store(

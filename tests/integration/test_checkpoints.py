@@ -104,10 +104,15 @@ async def test_debts_of_other_tensors_are_refused() -> None:
                 x.grad = torch.ones(8)
                 optimizer.step()
                 state = optimizer.state_dict()
-                state["moshpitd"]["owed"] = {"step": {"sender": torch.zeros(9)}}
+                owed = state["moshpitd"]["owed"]["step"]
+                wrong = {"sender": torch.ones(8), "reducer": torch.zeros(9)}
+                state["moshpitd"]["owed"] = {"step": wrong}
                 with pytest.raises(TrainerError, match="residual of 9 elements") as refused:
                     optimizer.load_state_dict(state)
                 assert refused.value.reason == "schema_differs"
+                left = optimizer.state_dict()["moshpitd"]["owed"]["step"]
+                assert left.keys() == owed.keys(), "not even the side that was right"
+                assert all(torch.equal(left[side], owed[side]) for side in owed)
                 optimizer.close()
 
         await swarm.call(ask)

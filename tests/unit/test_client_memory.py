@@ -98,6 +98,19 @@ def test_without_a_daemon_a_trainer_has_memory_of_its_own(tmp_path: Path) -> Non
     fake.stop()
 
 
+def test_a_tensor_that_is_no_row_of_memory_is_written_to_as_well(tmp_path: Path) -> None:
+    """A transposed one, or channels last: blocks go by its elements in order, as in the file."""
+    fake = FakeDaemon(tmp_path)
+    with attach("test", tensors=[torch.zeros(1)], socket=fake.socket) as session:
+        start = torch.tensor([[1.0, 3.0], [2.0, 4.0]]).t()
+        memory = SwarmOfDaemons(session).shared("asysg", start={"x": start})
+        memory.add({"x": BlockUpdate(1, torch.tensor([0.5]))})
+        into: dict[str, Tensor] = {"x": torch.empty(2, 2)}
+        memory.read(into)
+        assert into["x"].tolist() == [[1.0, 2.5], [3.0, 4.0]]
+        memory.close()
+
+
 def test_what_is_not_finite_is_nobodys(session: Session) -> None:
     x, y = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = by_name("asysg-incon", [x, y], session, lr=1.0)

@@ -426,10 +426,64 @@ def test_a_call_that_was_given_up_is_not_answered() -> None:
     worker = f"{OTHER}/0"
     node.handle(StorePullAsked("t", worker))
     (collect,) = of(node.hear(CHIEF, StoreGrant(1, 0)), Collect)
-    assert node.handle(StoreCancelled("t")) == [DropPull(collect.pull)]
+    left = Send(CHIEF, StoreLeave(worker, 1))
+    assert node.handle(StoreCancelled("t")) == [DropPull(collect.pull), left]
     assert node.handle(StoreCancelled("t")) == []
     assert node.handle(Collected(collect.pull)) == []
     assert node.storage.common.copy == Copy(0, 0)
+
+
+def test_a_pull_that_was_given_up_holds_nobody_up() -> None:
+    """With T = 0 one gradient may be outstanding: whoever pulls next waits for the first."""
+    node = chief(Rules(0.1, max_staleness=0, block=True))
+    first, second = f"{OTHER}/0", f"{THIRD}/0"
+    assert said(node.hear(OTHER, StorePull(FIRST, first, 1)), StoreGrant)
+    waits = node.hear(THIRD, StorePull(FIRST, second, 1))
+    assert said(waits, StoreWait)
+    assert not said(waits, StoreGrant)
+    effects = node.hear(OTHER, StoreLeave(first, 1))
+    assert [to for to, _ in said(effects, StoreGrant)] == [THIRD]
+    # What it said again just before is void, and its next pull is not.
+    assert node.hear(OTHER, StorePull(FIRST, first, 1)) == []
+    assert said(node.hear(OTHER, StorePull(FIRST, first, 2)), StoreWait)
+    assert said(node.hear(THIRD, StoreLeave(second, 1)), StoreGrant) == [(OTHER, StoreGrant(2, 0))]
+    node.hear(OTHER, StoreLeave(first, 1))  # late, and of the pull before this one
+    assert node.storage.coordinator.office is not None
+    assert node.storage.coordinator.office.ordering.pulled == {first: 0}
+
+
+def test_a_pull_that_was_said_to_nobody_is_given_up_in_silence() -> None:
+    node = member()
+    worker = f"{OTHER}/0"
+    node.handle(StorePullAsked("t", worker))
+    assert node.handle(StoreCancelled("t")) == [Send(CHIEF, StoreLeave(worker, 1))]
+    node.handle(StorePushAsked("t", worker, 0))
+    assert node.handle(StoreCancelled("t")) == []
+    alone = Node(OTHER)
+    alone.handle(StoreOpened(worker, RULES))
+    alone.handle(StorePullAsked("t", worker))
+    assert said(alone.handle(StoreCancelled("t")), StoreLeave) == []
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_second_trainer_of_a_node_with_other_rules_is_refused(adopted: bool) -> None:
+    """Every time it pulls, and until it asks for the store's; the first one goes on."""
+    if adopted:
+        node = member()
+    else:
+        node = Node(OTHER)
+        node.handle(StoreOpened(f"{OTHER}/0", RULES))
+    node.handle(StorePullAsked("first", f"{OTHER}/0"))
+    node.handle(StoreOpened(f"{OTHER}/1", Rules(0.2)))
+    for token in ("t0", "t1"):
+        (answer,) = of(node.handle(StorePullAsked(token, f"{OTHER}/1")), StoreAnswer)
+        assert (answer.token, answer.refusal) == (token, "store_differs")
+        assert "0.1" in answer.detail
+        assert "0.2" in answer.detail
+    assert [*node.storage.calls.calls] == ["first"]
+    node.handle(StoreOpened(f"{OTHER}/1", RULES))
+    assert of(node.handle(StorePullAsked("t2", f"{OTHER}/1")), StoreAnswer) == []
+    assert [*node.storage.calls.calls] == ["first", "t2"]
 
 
 def test_with_a_worker_go_its_calls_and_no_others() -> None:

@@ -143,6 +143,19 @@ def test_blocking_wastes_nothing_and_a_trainer_that_leaves_holds_nobody_up() -> 
     assert shelf_of(team.swarm).store.version >= 40
 
 
+def test_trainers_that_do_not_agree_on_the_store_are_told() -> None:
+    swarm = ArithmeticSwarm(2)
+    for peer, lr in ((0, 0.1), (1, 0.2)):
+        team = Team(swarm, "asysg-con", [torch.zeros(2)] * 2, lr=lr)
+        optimizer: Any = team.trainers[peer].optimizer
+        if peer == 0:
+            optimizer.start()
+            continue
+        with pytest.raises(TrainerError, match=r"gamma=0\.1.*gamma=0\.2") as refused:
+            optimizer.start()
+        assert refused.value.reason == "store_differs"
+
+
 def test_a_scheduler_scales_and_weight_decay_pulls() -> None:
     x0 = torch.tensor([2.0, -1.0])
     team = started(

@@ -246,6 +246,51 @@ def test_a_trainer_that_the_others_averaged_without_still_owes_all_of_it() -> No
     assert [optimizer.resyncs for optimizer in pair.optimizers] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("lost", ["left", "right", "both"])
+def test_without_the_others_half_a_powersgd_trainer_owes_all_of_it(lost: str) -> None:
+    """No P: its Q is about other columns and counts nothing. No Q: nobody was there for it, so the
+    update is missed, and not passed over as if nobody had had a gradient."""
+    pair = Pair(ArithmeticSwarm(3), "powersgd", 3, momentum=0.0)
+    pair.play(1)
+    before = pair.optimizers[2]._errors["0.0"].clone()
+    x = pair.models[2][0].detach().clone()
+    if lost != "right":
+        pair.swarm.lose_result("powersgd.left", round=1, peer=2, tensors=["0.0"])
+    for peer in range(3 if lost != "left" else 0):
+        pair.swarm.lose_contribution("powersgd.right", round=1, peer=peer)
+    pair.play(1)
+    noise = torch.randn(6, 5, generator=draws(100 + 2))
+    gradient = x - pair.goals[2][0] + 0.1 * noise
+    torch.testing.assert_close(pair.optimizers[2]._errors["0.0"], before + gradient)
+    assert pair.optimizers[2].missed == 1
+
+
+def test_a_powersgd_trainer_that_meets_nobody_trains_on_and_says_so() -> None:
+    """A swarm of one: what it takes and what it owes is its gradient, and nothing is owed twice."""
+    swarm, total = ArithmeticSwarm(1), torch.zeros(8, 6)
+    for number in range(10):
+        for half in ("left", "right"):
+            swarm.lose_contribution(f"powersgd.{half}", round=number, peer=0)
+    x = nn.Parameter(torch.zeros(8, 6))
+    optimizer: Any = by_name("powersgd", [x], swarm.peer(0), lr=1.0, rank=2)
+    for k in range(10):
+        x.grad = torch.randn(8, 6, generator=draws(k))
+        total += x.grad
+        swarm.play(lambda peer: optimizer.step())
+    torch.testing.assert_close(optimizer._errors["0.0"] - x.detach(), total, atol=1e-4, rtol=1e-4)
+    assert not optimizer.current
+    assert optimizer.missed == 10
+
+
+def test_every_seed_of_powersgd_is_another_start() -> None:
+    starts = []
+    for seed in (0, 1, 2**32, 2**40, 2**62):
+        x = nn.Parameter(torch.zeros(8, 6))
+        optimizer: Any = by_name("powersgd", [x], ArithmeticSwarm(1).peer(0), seed=seed)
+        starts.append(tuple(optimizer._q["0.0"].flatten().tolist()))
+    assert len(set(starts)) == len(starts)
+
+
 def test_diloco_is_nesterov_on_what_all_moved() -> None:
     problem, start = Quadratics.random(draws(1), workers=3, numel=4), normal(draws(), 4)
     team = Team(ArithmeticSwarm(3), "diloco", [start] * 3, inner=SGD, lr=0.1, every=4)
@@ -387,6 +432,42 @@ def test_a_peer_that_was_away_catches_up(name: str) -> None:
     assert [optimizer.version for optimizer in pair.optimizers] == [80] * 3
 
 
+def test_who_joins_delayed_sgd_opens_all_its_rounds_at_once() -> None:
+    """On daemons each is a run, and who opens one at its first use is late for that round."""
+    pair = Pair(ArithmeticSwarm(1), "delayed-sgd", 1)
+    assert not pair.optimizers[0].catch_up()
+    rounds = {f"gradient{turn}" for turn in range(3)}
+    assert rounds <= pair.optimizers[0]._open.keys()
+    pair.play(3)
+    assert pair.optimizers[0].version == 3, "opened for what an update sends"
+
+
+def test_a_delayed_trainer_that_is_behind_counts_on_once() -> None:
+    """What two rounds under way say of one lag is one correction."""
+    pair = Pair(ArithmeticSwarm(3), "delayed-sgd", 3, check_every=1000)
+    pair.play(9)
+    pair.play(6, peers=[0, 2])  # rounds go by names in turn; after 2 x 3 the names are in step
+    seen = []
+    for _ in range(12):
+        pair.play(1)
+        seen.append(pair.optimizers[0].version - pair.optimizers[1].version)
+    assert seen[:2] == [6, 6]  # until a round that began together has come back
+    assert seen[3:] == [0] * 9
+
+
+def test_a_delayed_trainer_that_counted_ahead_comes_back_in_step() -> None:
+    """On its own it counted what nobody else did; of what it has under way twice, it compares as
+    much as the others have."""
+    pair = Pair(ArithmeticSwarm(3), "delayed-sgd", 3)
+    pair.play(9)
+    pair.optimizers[1].version += 3
+    pair.optimizers[1].current = False
+    pair.play(15)
+    assert [optimizer.version for optimizer in pair.optimizers] == [24] * 3
+    assert pair.equal()
+    assert [optimizer.resyncs for optimizer in pair.optimizers] == [0, 1, 0]
+
+
 @pytest.mark.parametrize("name", list(ALL))
 def test_a_lost_result_is_healed_at_the_next_comparison(name: str) -> None:
     pair = Pair(ArithmeticSwarm(3), name, 3)
@@ -444,6 +525,40 @@ def test_a_restarted_trainer_goes_on_bit_for_bit(name: str) -> None:
     again.steps = steps
     again.play(9)
     assert torch.equal(again.vector, wanted)
+
+
+@pytest.mark.parametrize("name", ["delayed-sgd", "target-batch", "diloco", "powersgd"])
+def test_a_checkpoint_from_elsewhere_is_brought_to_the_parameters(name: str) -> None:
+    """A dtype stands for a device here: what was loaded works with what is computed next, and the
+    checkpoint stays as it is."""
+    pair = Pair(ArithmeticSwarm(1), name, 1, **({"target": 500} if name == "target-batch" else {}))
+    pair.play(5)
+
+    def wide(found: Any) -> Any:
+        if isinstance(found, Tensor):
+            return found.double() if found.is_floating_point() else found
+        if isinstance(found, dict):
+            return {key: wide(value) for key, value in found.items()}
+        return type(found)(map(wide, found)) if isinstance(found, (list, tuple)) else found
+
+    def tensors(found: Any) -> list[Tensor]:
+        if isinstance(found, dict):
+            found = list(found.values())
+        if isinstance(found, (list, tuple)):
+            return [one for value in found for one in tensors(value)]
+        return [found] if isinstance(found, Tensor) else []
+
+    saved = pair.optimizers[0].state_dict()
+    saved["moshpitd"] = wide(saved["moshpitd"])
+    before = [value.clone() for value in tensors(saved["moshpitd"])]
+    assert before
+    pair.optimizers[0].load_state_dict(saved)
+    held = pair.optimizers[0].state_dict()["moshpitd"]
+    assert {value.dtype for value in tensors(held)} == {torch.float32}
+    for value in tensors(held):
+        value.zero_()
+    pair.play(5)
+    assert all(map(torch.equal, tensors(saved["moshpitd"]), before))
 
 
 @pytest.mark.parametrize("name", list(ALL))

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from moshpitd.daemon.api import Servicer
 from moshpitd.errors import DaemonUnavailable, TrainerError
 from moshpitd.rpc.calls import Calls
 from moshpitd.rpc.channel import aio_channel, default_socket
@@ -83,6 +84,13 @@ def test_another_program_on_the_socket_is_named(daemon: FakeDaemon) -> None:
         calls.status()  # the fake has no Status, as a daemon of another age might
     assert caught.value.reason == "api_differs"
     calls.close()
+
+
+def test_every_method_of_the_daemon_turns_refusals_into_statuses() -> None:
+    """One that does not answers UNKNOWN, without the reason that a client looks at."""
+    methods = {name: one for name, one in vars(Servicer).items() if name[0].isupper()}
+    assert {"Attach", "GetResiduals", "StorePull"} <= methods.keys()
+    assert [name for name, one in methods.items() if not hasattr(one, "__wrapped__")] == []
 
 
 async def test_the_aio_channel_reaches_the_same_daemon(daemon: FakeDaemon) -> None:

@@ -91,6 +91,9 @@ class DelayedSGD(Replicated):
         self._delay, self._adaptive = delay, adaptive
         self._line: deque[_Underway] = deque()
 
+    def choices(self) -> dict[str, Coding]:
+        return {f"gradient{turn}": self._coding for turn in range(self._delay + 1)}
+
     def _update(self, gradients: Gradients) -> bool:
         name = f"gradient{self.version % (self._delay + 1)}"
         weight = self.weight(gradients)
@@ -118,9 +121,11 @@ class DelayedSGD(Replicated):
 
     def _arrive(self) -> None:
         """Wait for all that is under way. Whoever joins then begins with the others, and not in a
-        round that they had begun before."""
+        round that they had begun before. Who counted back has some twice, and keeps the later."""
         for one in self._line:
             one.land()
+        while len(self._line) > self._delay:
+            self._line.popleft()
 
     def replicated_state(self) -> dict[str, Tensor]:
         found = super().replicated_state()
@@ -144,12 +149,15 @@ class DelayedSGD(Replicated):
         """Waits for what is under way: it is part of what comes next."""
         with torch.no_grad():
             self._arrive()
-        line = [(one.version, dict(one.values), one.whole) for one in self._line]
+        line = [
+            (one.version, {name: value.clone() for name, value in one.values.items()}, one.whole)
+            for one in self._line
+        ]
         return {**super()._extra(), "line": line}
 
     def _load_extra(self, extra: Mapping[str, Any]) -> None:
         super()._load_extra(extra)
         self._line = deque(
-            _Underway(int(version), None, dict(values), bool(whole))
+            _Underway(int(version), None, self.placed(values), bool(whole))
             for version, values, whole in extra["line"]
         )

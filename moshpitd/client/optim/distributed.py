@@ -111,6 +111,11 @@ class SwarmOptimizer(Optimizer):
     def all_kept(self, key: str) -> dict[str, Tensor]:
         return {slot.name: self.kept(key, slot) for slot in self.slots()}
 
+    def placed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies, where the parameters of these names are: a checkpoint may lie elsewhere."""
+        live = self.parameters()
+        return {name: value.to(live[name], copy=True) for name, value in values.items()}
+
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Into the parameters, in place."""
         for slot in self.slots():

@@ -27,8 +27,8 @@ from moshpitd.client.optim.gradient_buckets import (
     GradientBucket,
     in_backward_order,
 )
-from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
 from moshpitd.client.optim.wrapped import Wrapped
+from moshpitd.client.options import PASSING, AverageOptions, check_options
 from moshpitd.client.result import Result
 from moshpitd.client.session import Session
 from moshpitd.errors import DaemonUnavailable, TrainerError

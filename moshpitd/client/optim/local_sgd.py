@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 from moshpitd.client.checks import MAX_WEIGHT, check_weight
 from moshpitd.client.flight import Flight
-from moshpitd.client.optim.options import PASSING, AverageOptions, check_options
 from moshpitd.client.optim.schedule import schedule_of
 from moshpitd.client.optim.wrapped import Wrapped
+from moshpitd.client.options import PASSING, AverageOptions, check_options
 from moshpitd.client.result import PartialAverage, Result
 from moshpitd.client.session import Session
 from moshpitd.errors import DaemonUnavailable, TrainerError

@@ -11,6 +11,7 @@ scales old errors with it. Q is replicated.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from moshpitd.client.optim.distributed import Gradients, MakeOptimizer, set_gradients
 from moshpitd.client.optim.mean_gradient import GradientAllReduce
-from moshpitd.client.optim.replicas import CHECK_EVERY
-from moshpitd.client.primitives import EXACT
+from moshpitd.client.optim.replicas import CHECK_EVERY, NothingToApplyError
+from moshpitd.client.primitives import EXACT, Mean
 from moshpitd.errors import TrainerError
 from moshpitd.tensors.rules import powersgd
 
@@ -84,41 +85,52 @@ class PowerSGD(GradientAllReduce):
         mean = dict(first.tensors)
         good = first.whole
         if self._matrices:
-            good = self._right(full, mean, weight=weight, shared=first.whole) and good
+            good = self._right(full, mean, weight=weight, first=first) and good
         set_gradients(self, mean)
         self.inner.step()
         self._primed = True
         return good
 
     def _right(
-        self, full: dict[str, Tensor], mean: dict[str, Tensor], *, weight: int, shared: bool
+        self, full: dict[str, Tensor], mean: dict[str, Tensor], *, weight: int, first: Mean
     ) -> bool:
         """Q, and with it the gradients, into `mean`. Without the others' P this trainer's Q would
-        be about other columns: it counts nothing then, and all of its M stays owed."""
+        be about other columns: it counts nothing then, and all of its M stays owed. Who met nobody
+        at all is a swarm of one: it takes its own Q and owes what that leaves out."""
         own = {}
         for name in self._matrices:
             mean[name] = powersgd.orthonormal(mean[name])
             own[name] = powersgd.right(full[name], mean[name])
-        weight = weight if shared else 0
-        second = self.average("right", own, coding=EXACT, weight=weight)
-        inside = weight > 0 and bool(second.contributors) and not second.excluded
+        alone = not first.contributors
+        second = None if alone else self._mean_right(own, weight if first.whole else 0)
+        inside = weight > 0 and first.whole and second is not None and not second.excluded
         for name in self._matrices:
-            p, q = mean[name], second.tensors[name]
-            if inside and name not in second.missing:
+            p, q = mean[name], own[name] if second is None else second.tensors[name]
+            if alone or (inside and second is not None and name not in second.missing):
                 self._errors[name] = full[name] - powersgd.restored(p, own[name])
-            elif weight:
+            else:
                 self._errors[name] = full[name]
             shape = self.parameters()[name].shape
             mean[name] = powersgd.restored(p, q).reshape(shape)
             self._q[name] = powersgd.revived(q, seed=self._draw(name))
-        return second.whole
+        return second is not None and second.whole
+
+    def _mean_right(self, own: dict[str, Tensor], weight: int) -> Mean | None:
+        """None: nobody was there for the second half, so this update is missed."""
+        try:
+            found = self.average("right", own, coding=EXACT, weight=weight)
+        except NothingToApplyError:
+            return None
+        return found if found.contributors else None
 
     def _chosen(self, values: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         return [(name, values[name]) for name in self._matrices]
 
     def _draw(self, name: str) -> int:
-        """Another for every matrix and update, the same on all trainers."""
-        return (self._seed << 40) + (self.version << 16) + self._matrices[name]
+        """Another for every matrix and update, the same on all trainers. A digest, because torch's
+        generator reads 32 bits of a seed and refuses more than 64."""
+        words = f"{self._seed}/{self.version}/{self._matrices[name]}".encode()
+        return int.from_bytes(hashlib.blake2b(words, digest_size=4).digest(), "big")
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {**super().replicated_state(), **{f"q.{name}": q for name, q in self._q.items()}}

@@ -86,6 +86,7 @@ class Replicated(SwarmOptimizer):
         self.resyncs = 0
         self.missed = 0
         self._behind = 0  # by how many updates, as this one's averages say
+        self._jumped = 0  # what all such corrections of `version` add up to
         self._alone = False  # an average of this update had nobody in it
         self._company = False  # there were others, and nobody has met none since
 
@@ -114,7 +115,8 @@ class Replicated(SwarmOptimizer):
     ) -> OfAnUpdate:
         """The same without waiting: one of a name at a time."""
         sent = {**tensors, VERSION: torch.tensor([self._claim])}
-        return OfAnUpdate(self, self._begin(name, sent, coding, weight), weight, self.version)
+        counted = self.version - self._jumped
+        return OfAnUpdate(self, self._begin(name, sent, coding, weight), weight, counted)
 
     def _begin(
         self, name: str, tensors: Mapping[str, Tensor], coding: Coding, weight: int
@@ -136,7 +138,7 @@ class Replicated(SwarmOptimizer):
         make its choices behind the others."""
         return {}
 
-    def landed(self, found: Mean, *, weight: int, version: int) -> Mean:
+    def landed(self, found: Mean, *, weight: int, counted: int) -> Mean:
         """For `OfAnUpdate`: note what an average says of the others, and take that out."""
         if not weight and not found.contributors:
             raise NothingToApplyError
@@ -147,7 +149,8 @@ class Replicated(SwarmOptimizer):
         elif VERSION not in found.missing and highest:
             # Who is not current goes along with those who are, also backwards: on its own it may
             # have counted what nobody else did.
-            lag = highest - 1 - version
+            # What was corrected since it began is not corrected again.
+            lag = highest - 1 - (counted + self._jumped)
             if lag > 0 or not self.current:
                 self._behind = lag
         self._company = self._company or len(found.contributors) > 1
@@ -175,11 +178,15 @@ class Replicated(SwarmOptimizer):
         if self._behind:
             log.warning("%s: %d updates behind at %d", self.algorithm, self._behind, self.version)
             good = False
-            self.version += self._behind
+            self._jump(self._behind)
         if not good:
             self.current = False
             self.missed += 1
         self.version += 1
+
+    def _jump(self, updates: int) -> None:
+        self.version += updates
+        self._jumped += updates
 
     @property
     def _claim(self) -> int:
@@ -239,7 +246,8 @@ class Replicated(SwarmOptimizer):
         if not weight:
             self.resyncs += 1
             log.warning("%s: state of the others loaded, version %d", self.algorithm, version)
-        self.version, self.current = version, True
+        self._jump(version - self.version)
+        self.current = True
         if other:
             self._restored()
 
@@ -267,14 +275,14 @@ class OfAnUpdate:
     owner: Replicated
     pending: Pending[Mean]
     weight: int
-    version: int  # of the update that it began in
+    counted: int  # the version of the update that it began in, without corrections
 
     @property
     def done(self) -> bool:
         return self.pending.done
 
     def land(self) -> Mean:
-        return self.owner.landed(self.pending.land(), weight=self.weight, version=self.version)
+        return self.owner.landed(self.pending.land(), weight=self.weight, counted=self.counted)
 
 
 def state_digest(state: Mapping[str, Tensor]) -> int:

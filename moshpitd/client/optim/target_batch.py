@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moshpitd.client.checks import MAX_WEIGHT, check_weight
 from moshpitd.client.optim.distributed import Gradients, MakeOptimizer, set_gradients
@@ -116,5 +115,5 @@ class TargetBatch(GradientAllReduce):
 
     def _load_extra(self, extra: Mapping[str, Any]) -> None:
         super()._load_extra(extra)
-        held: dict[str, Tensor] = dict(extra["held"])
+        held = self.placed(extra["held"])
         self._held, self._asked = Accumulated(held, int(extra["samples"])), None
