@@ -123,7 +123,7 @@ def train(args: argparse.Namespace, say: Say) -> None:
         took_state = caught_up(optimizer)
     if hasattr(optimizer, "start"):  # what holds the parameters is no trainer
         optimizer.start()
-        took_state = bool(args.begin_at and optimizer.version)
+        took_state = bool(args.begin_at and getattr(optimizer, "version", 0))
     steps, told_at = args.begin_at, time.monotonic()
 
     def progress() -> int:

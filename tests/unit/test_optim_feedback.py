@@ -171,6 +171,42 @@ def test_diana_reaches_the_exact_optimum_also_when_the_group_changes() -> None:
     torch.testing.assert_close(team.xs[0], (a * b).sum(0) / a.sum(0), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["diana", "ec-sgd-diana"])
+def test_h_is_the_mean_of_all_shifts_after_a_peer_came_back_without_its_own(name: str) -> None:
+    """And by the weights that its messages count with; else every step after it is biased."""
+    problem = Quadratics.random(draws(6), workers=3, numel=6)
+    team = Team(
+        swarm_of(3), name, [torch.zeros(6, dtype=FLOAT)] * 3, lr=0.05, alpha=1 / 3, check_every=5
+    )
+    weights = (1, 2, 5)
+
+    def weigh() -> None:
+        for trainer, weight in zip(team.trainers, weights, strict=True):
+            trainer.optimizer.samples = weight  # type: ignore[attr-defined]
+
+    weigh()
+    team.step(lambda i, k, x: problem.grad(i, x), steps=20)
+    team.step(lambda i, k, x: problem.grad(i, x), steps=10, peers=[0, 1])
+    team.trainers[2] = team.trainer(2, torch.ones(6, dtype=FLOAT))
+    weigh()
+
+    def play(peer: int) -> None:
+        trainer = team.trainers[peer]
+        if peer == 2:
+            while not trainer.optimizer.catch_up():  # type: ignore[attr-defined]
+                pass
+        while trainer.optimizer.version < 60:  # type: ignore[attr-defined]
+            trainer.step(lambda i, k, x: problem.grad(i, x))
+
+    team.swarm.play(play)
+    assert team.equal()
+    states = [trainer.optimizer.state[trainer.x] for trainer in team.trainers]
+    shifts = torch.stack([state["shift"] for state in states])
+    wanted = (shifts * tensor(weights)[:, None]).sum(0) / sum(weights)
+    for state in states:
+        torch.testing.assert_close(state["mean_shift"], wanted)
+
+
 def closure_of(x: nn.Parameter, gradient: Any) -> Any:
     def closure() -> float:
         x.grad = gradient(x.detach()).clone()

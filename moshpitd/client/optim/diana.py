@@ -17,7 +17,7 @@ from torch import Tensor
 from moshpitd.client.optim.distributed import Gradients, Slot, named
 from moshpitd.client.optim.replicas import CHECK_EVERY, Replicated
 from moshpitd.client.optim.shifts import Shifts, unbiased_coding
-from moshpitd.client.primitives import Mean
+from moshpitd.client.primitives import EXACT, Coding, Mean
 from moshpitd.errors import TrainerError
 from moshpitd.tensors.rules import diana, marina
 from moshpitd.tensors.rules.diana import Adiana, AdianaSteps, Snapshot
@@ -51,8 +51,12 @@ class DIANA(Replicated):
             estimate = self._shifts.mean(slot) + found.tensors[slot.name]
             if found.contributors:
                 slot.parameter.sub_(slot.group["lr"] * estimate)
-        self._shifts.learn(found, sound=gradients.sound)
-        return found.whole
+        weight = self.weight(gradients)
+        learned = self._shifts.learn(found, sound=gradients.sound, weight=weight)
+        return found.whole and learned
+
+    def choices(self) -> dict[str, Coding]:
+        return {"message": self._coding, "shifts": EXACT}
 
     def _exchanged(self, gradients: Gradients) -> Mean:
         differences = named(
@@ -220,8 +224,11 @@ class ADIANA(Replicated):
             )  # fmt: skip
             self.state[slot.parameter] |= {"y": state.y, "z": state.z, "w": state.w}
             slot.parameter.copy_(diana.adiana_point(state, self._steps(slot)))
-        self._shifts.learn(second, sound=gradients.sound)
-        return first.whole and second.whole
+        learned = self._shifts.learn(second, sound=gradients.sound, weight=weight)
+        return first.whole and second.whole and learned
+
+    def choices(self) -> dict[str, Coding]:
+        return {"first": self._coding, "second": self._coding, "shifts": EXACT}
 
     def solution(self) -> None:
         """y into the model. Training may go on afterwards only from a checkpoint."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from moshpitd.client.optim.distributed import Gradients, named, sgd_options, sgd_step
 from moshpitd.client.optim.replicas import CHECK_EVERY, Replicated
 from moshpitd.client.optim.shifts import Shifts, unbiased_coding
-from moshpitd.client.primitives import Coding
+from moshpitd.client.primitives import EXACT, Coding
 from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.rules import errorfeedback
 
@@ -117,8 +117,11 @@ class ECSGDDiana(Replicated):
                 for name, x in self.parameters().items()
             }
         )
-        self._shifts.learn(learned, sound=gradients.sound)
-        return step.whole and learned.whole
+        followed = self._shifts.learn(learned, sound=gradients.sound, weight=weight)
+        return step.whole and learned.whole and followed
+
+    def choices(self) -> dict[str, Coding]:
+        return {"step": self._coding, "learned": self._learning, "shifts": EXACT}
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {**super().replicated_state(), **self._shifts.replicated()}

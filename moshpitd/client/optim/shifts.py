@@ -3,7 +3,8 @@ the mean of the h_i of those who are in the group, so both change by the very sa
 
 Messages are coded one way: the mean of what was decoded comes back exactly (`result="float32"`),
 because h + mean m_i with a rounded mean would leave h beside mean h_i for ever. When the members of
-the group change, h is averaged anew from the h_i; all members see that in the same round.
+the group change, h is averaged anew from the h_i, with the weights of the messages; all members see
+that in the same round. Whoever comes has had no members yet, and so does the same.
 """
 
 from __future__ import annotations
@@ -51,19 +52,23 @@ class Shifts:
     def mean(self, slot: Slot) -> Tensor:
         return self._optimizer.kept(MEAN, slot)
 
-    def learn(self, found: Mean, *, sound: bool) -> None:
-        """h_i += alpha m_i, h += alpha mean m; or h anew when others are in the group now."""
+    def learn(self, found: Mean, *, sound: bool, weight: int) -> bool:
+        """h_i += alpha m_i, h += alpha mean m; or h anew when others are in the group now. False:
+        what the others hold now was missed."""
         if not found.contributors:
-            return
+            return True
         for slot in self._optimizer.slots():
             if sound and not found.excluded:
                 self.own(slot).add_(found.own[slot.name], alpha=self.alpha)
             self.mean(slot).add_(found.tensors[slot.name], alpha=self.alpha)
-        if self.members and found.contributors != self.members:
-            shifts = self._optimizer.all_kept(OWN)
-            anew = self._optimizer.average("shifts", shifts, coding=EXACT, weight=1)
+        if found.contributors == self.members:
+            return True
+        shifts = self._optimizer.all_kept(OWN)
+        anew = self._optimizer.average("shifts", shifts, coding=EXACT, weight=weight)
+        if anew.contributors:
             self._optimizer.keep(MEAN, anew.tensors)
-        self.members = found.contributors
+        self.members = anew.contributors  # if one of them missed it, all do it again
+        return anew.whole
 
     def replicated(self) -> dict[str, Tensor]:
         kept = self._optimizer.all_kept(MEAN)
