@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from moshpitd.cli.bench_delay import judged, results_of
 from moshpitd.cli.demo_processes import free_ports
 from moshpitd.testing.bench.delay import AVERAGE, NEIGHBOURS, Plan, Step, ideal_s, measure
 from moshpitd.testing.bench.ring import RingMember, hops, ring
@@ -61,3 +62,29 @@ async def test_every_step_of_every_system_counts() -> None:
         assert [step.number for step in mine] == [-3, -2, -1, 0, 1]
         assert all(step.seconds > 0 for step in mine)
         assert [step.trouble for step in mine if step.number >= 0] == ["", ""], system
+
+
+def test_the_verdict_is_of_steps_that_count() -> None:
+    least = ideal_s(8, 0.02)
+    told = [
+        {"system": system, "seconds": seconds, "trouble": trouble}
+        for system, seconds, trouble in (
+            ("ring all-reduce", 0.25, ""),
+            ("d-psgd", 0.0625, ""),
+            ("d-psgd", 0.01, "trainer 3 heard 1 of 2 neighbours"),
+            ("low-precision-decentralized", 0.11, ""),
+        )
+    ]
+    results = results_of(told, least)
+    assert [(one["system"], one["counted"], one["steps"]) for one in results] == [
+        ("ring all-reduce", 1, 1),
+        ("d-psgd", 1, 2),
+        ("low-precision-decentralized", 1, 1),
+        ("group average", 0, 0),
+    ]
+    verdict = judged(results)
+    assert verdict["times_faster"]["d-psgd"] == pytest.approx(4.0)
+    assert verdict["times_faster"]["group average"] is None
+    assert [bar["met"] for bar in verdict["bars"]] == [True, False]
+    assert not verdict["passed"]
+    assert judged(results_of(told[:3], least))["passed"] is False, "no figure is no bar met"
