@@ -14,6 +14,7 @@ from moshpitd.cli import (
     bench_churn,
     bench_codecs,
     bench_death,
+    bench_delay,
     bench_freeze,
     bench_latency,
     bench_link,
@@ -31,6 +32,7 @@ app.command("codecs")(bench_codecs.codecs)
 app.command("latency")(bench_latency.latency)
 app.command("link")(bench_link.link)
 app.command("death")(bench_death.death)
+app.command("delay")(bench_delay.delay)
 app.command("freeze")(bench_freeze.freeze)
 app.command("churn")(bench_churn.churn)
 app.command("overlap")(bench_overlap.overlap)

@@ -33,6 +33,8 @@ TOGETHER_WITHIN_S = 30.0
 CALLERS = 64
 """Blocking calls at once. asyncio's own pool has cores + 4 threads, and nine trainers that wait for
 each other in six threads wait for ever."""
+PLACE = Path("/tmp")
+"""Short, because the path of a Unix socket may have 107 bytes."""
 FAST = {"window_s": 2.0, "answer_timeout_s": 1.0}
 """A window for uneven trainers only costs time where all of them run on one machine."""
 
@@ -44,8 +46,9 @@ class LocalSwarm:
     Invariant: `nodes[i]` is started or None; `sockets[i]` stays the same over its restarts.
     """
 
-    def __init__(self, count: int, **overrides: Any) -> None:
-        self._count = count
+    def __init__(self, count: int, *, place: Path = PLACE, **overrides: Any) -> None:
+        """Its folder lies in `place`."""
+        self._count, self._place = count, place
         self._overrides = {key.replace("__", "."): value for key, value in overrides.items()}
         self.folder = Path()
         self.nodes: list[Node | None] = []
@@ -57,8 +60,7 @@ class LocalSwarm:
         return await loop.run_in_executor(self._callers, partial(function, *args, **kwargs))
 
     async def __aenter__(self) -> LocalSwarm:
-        # Short, because the path of a Unix socket may have 107 bytes.
-        self.folder = Path(tempfile.mkdtemp(prefix="moshpit-", dir="/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="moshpit-", dir=self._place))
         try:
             for _ in range(self._count):
                 await self.add()

@@ -9,12 +9,13 @@ import pytest
 import pytest_asyncio
 import torch
 
+from moshpitd.cli.demo_processes import free_ports
 from moshpitd.client import Result, Session
 from moshpitd.sim.costs.operations import butterfly, group_round
 from moshpitd.sim.costs.payload import Payload, Traffic, group_traffic
 from moshpitd.tensors.layout import Layout, specs_of
 from moshpitd.testing import LocalSwarm
-from tests.kit.proxied_swarm import proxied_swarm
+from moshpitd.testing.proxied_swarm import proxied_swarm
 from tests.kit.swarm import Tensors, average, trainers, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -91,7 +92,7 @@ async def test_a_round_sends_what_the_model_says(nine: LocalSwarm, count: int) -
 async def test_a_lossy_codec_sends_what_the_model_says_and_the_wire_carries_it() -> None:
     async with (
         proxied_swarm(
-            4,
+            free_ports(2 * 4),
             averaging__part_bytes=PART_BYTES,
             averaging__codec="float16",
         ) as (swarm, network),

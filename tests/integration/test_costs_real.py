@@ -12,11 +12,12 @@ import pytest
 import pytest_asyncio
 import torch
 
+from moshpitd.cli.demo_processes import free_ports
 from moshpitd.sim.costs.net import Net
 from moshpitd.sim.costs.rehearsal import rehearse
 from moshpitd.tensors.layout import Layout, specs_of
 from moshpitd.testing import LocalSwarm
-from tests.kit.proxied_swarm import Network, proxied_swarm
+from moshpitd.testing.proxied_swarm import Network, proxied_swarm
 from tests.kit.swarm import average, trainers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,7 +32,7 @@ PAUSE_S = 0.1
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def four() -> AsyncIterator[tuple[LocalSwarm, Network]]:
-    async with proxied_swarm(4) as both:
+    async with proxied_swarm(free_ports(2 * 4)) as both:
         yield both
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit import proxy
+from moshpitd.testing import proxy
+from moshpitd.testing.proxy import Path, Proxies
 from tests.kit.fake_daemon import until
-from tests.kit.proxy import Path, Proxies
 
 DELAY_S = 0.05
 SOON_S = 10.0  # for what has to come

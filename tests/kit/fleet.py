@@ -35,11 +35,11 @@ import torch
 from moshpitd.cli.bench_meters import members_of, session_of, tcp_sockets
 from moshpitd.client import DaemonUnavailable, Result, Session, attach
 from moshpitd.net.identity import Identity
-from tests.kit import proxy
+from moshpitd.testing import proxy
+from moshpitd.testing.proxy import Proxies
 from tests.kit.mixes import Mix, fill_value, mixes
 from tests.kit.ports import free_port
 from tests.kit.processes import UP_WITHIN_S, DaemonProcess, wait_for
-from tests.kit.proxy import Proxies
 
 FLOATS = 4_000_000  # 16 parts, and long enough in the exchange to be met there
 # As in LocalSwarm, and without a codec's rounding, which would blur whose mean a value is.
