@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from moshpitd.client import Result, Session, attach
-from moshpitd.client.optim import GradientAveraging, by_name
+from moshpitd.client.optim import GradientAveraging, LocalSGD, by_name
 from moshpitd.client.swarm import SwarmOfDaemons
 from moshpitd.examples.digits import (
+    EVERY,
     Batches,
     Say,
     accuracy,
@@ -91,12 +92,15 @@ def make(
     name: str, model: nn.Module, session: Session, heard: Heard, options: dict[str, Any]
 ) -> Any:
     """The optimizer. Options are JSON, so a torch optimizer inside is given by its name."""
+
+    def told(result: Result) -> None:
+        heard("", result)
+
     if name == "gradient-averaging":
-
-        def told(result: Result) -> None:
-            heard("", result)
-
         return GradientAveraging(model, new_optimizer(model), session, on_result=told, **options)
+    if name == "asysg-incon":  # within a node; between nodes Moshpit SGD
+        within = by_name(name, model.parameters(), session, **options)
+        return LocalSGD(within, session, every=EVERY, on_result=told)
     if "inner" in options:
         options = {**options, "inner": getattr(torch.optim, options["inner"])}
     return by_name(name, model.parameters(), SwarmOfDaemons(session, heard=heard), **options)
@@ -115,7 +119,7 @@ def train(args: argparse.Namespace, say: Say) -> None:
     if not args.begin_at:
         together(session, args.of)
     optimizer = make(args.algorithm, model, session, heard, json.loads(args.options))
-    if hasattr(optimizer, "samples"):
+    if hasattr(optimizer, "samples") and not isinstance(optimizer, LocalSGD):
         optimizer.samples = batches.count
     counts_together = hasattr(optimizer, "version")
     took_state = bool(session.synced and session.synced.loaded_snapshot)

@@ -222,6 +222,24 @@ def test_trainers_of_one_node_find_the_optimum_together() -> None:
 
 # ---- both.
 
+
+def test_a_change_of_the_parameters_between_steps_goes_into_the_memory_once() -> None:
+    """As an average with other nodes makes it, while another trainer of the node writes too."""
+    start = torch.zeros(4, dtype=torch.float64)
+    team = started(Team(ArithmeticSwarm(2), "asysg-incon", [start] * 2, lr=1.0, follow=True))
+    ones = torch.ones(4, dtype=torch.float64)
+    for peer in (0, 1):
+        team.trainers[peer].step(lambda i, k, x: ones)
+    with torch.no_grad():
+        team.trainers[0].x.add_(10.0)
+    team.trainers[1].step(lambda i, k, x: ones)
+    team.trainers[0].step(lambda i, k, x: ones)
+    assert torch.equal(team.trainers[0].x.detach(), 10.0 - 4.0 * ones)
+    team.trainers[0].step(lambda i, k, x: ones)
+    team.trainers[1].step(lambda i, k, x: ones)
+    assert torch.equal(team.trainers[1].x.detach(), 10.0 - 6.0 * ones)
+
+
 BOTH = pytest.mark.parametrize("name", ["asysg-con", "asysg-incon"])
 
 

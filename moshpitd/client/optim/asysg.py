@@ -145,6 +145,10 @@ class AsySGIncon(SwarmOptimizer):
     which is written per step, drawn from `seed` or chosen by `choose(step)`; the paper writes one
     element, 1 writes them all, which costs least per sample. Momentum is this trainer's own.
     Increments are not atomic: of two at once one may be lost, now and then, element by element.
+
+    With `follow` parameters may be changed between steps, and the change goes into the memory with
+    the next one: one trainer of each node, `LocalSGD(AsySGIncon(..., follow=True), session, ...)`,
+    brings in what nodes learn from each other. It costs a copy of the parameters.
     """
 
     algorithm = "asysg-incon"
@@ -161,6 +165,7 @@ class AsySGIncon(SwarmOptimizer):
         blocks: int = 1,
         seed: int = 0,
         choose: Callable[[int], int] | None = None,
+        follow: bool = False,
     ) -> None:
         if blocks < 1:
             raise TrainerError(f"{blocks} blocks, expected at least 1")
@@ -171,6 +176,8 @@ class AsySGIncon(SwarmOptimizer):
         self._blocks = blocks
         self._memory: SharedParameters | None = None
         self._current = False  # the model holds what the memory held when it was last read
+        self._follow = follow
+        self._read: dict[str, Tensor] = {}  # what was read last, where changes are followed
         self.steps = 0
 
     def start(self) -> None:
@@ -183,19 +190,35 @@ class AsySGIncon(SwarmOptimizer):
     def _advance(self, gradients: Gradients) -> None:
         current = self._current or self._start()
         assert self._memory is not None  # opened by the line above
+        if self._read:
+            self._memory.add(self._moved())
         if current and gradients.sound:
             self._memory.add(self._writes(gradients))
             self.steps += 1
-        self._memory.read(self.parameters())
+        self._look()
 
     def _start(self) -> bool:
         """Open and read; whether the model held the same parameters already."""
         before = {name: x.clone() for name, x in self.parameters().items()}
         if self._memory is None:
             self._memory = self._swarm.shared(self.algorithm, start=before)
-        self._memory.read(self.parameters())
+        self._look()
         self._current = True
         return same(before, self.parameters())
+
+    def _look(self) -> None:
+        assert self._memory is not None  # callers have opened it
+        self._memory.read(self.parameters())
+        if self._follow:
+            self._read = {name: x.detach().clone() for name, x in self.parameters().items()}
+
+    def _moved(self) -> dict[str, asysg.BlockUpdate]:
+        """What others did to the parameters since they were read."""
+        return {
+            name: asysg.BlockUpdate(0, (x.detach() - self._read[name]).reshape(-1))
+            for name, x in self.parameters().items()
+            if not torch.equal(x, self._read[name])
+        }
 
     def _writes(self, gradients: Gradients) -> dict[str, asysg.BlockUpdate]:
         found = {}
@@ -228,7 +251,7 @@ class AsySGIncon(SwarmOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The memory keeps its parameters, if others opened it; see `AsySGCon.load_state_dict`."""
         super().load_state_dict(state_dict)
-        self._current = False
+        self._current, self._read = False, {}
 
     def close(self) -> None:
         if self._memory is not None:
