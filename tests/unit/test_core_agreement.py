@@ -96,20 +96,6 @@ def averages(it: Swarm, name: str) -> list[ef.Average]:
     ]
 
 
-def test_a_promise_holds_also_against_what_was_asked_for_before_it() -> None:
-    """What comes late is of an epoch that is over: the data plane says so, not the core."""
-    it = swarm(3, parts=3)
-    it.begun()
-    hands, opened = it.hands, it.hands.nodes["p01"].opened[-1]
-    group_id = opened.group.group_id
-    exchange = hands.nodes["p01"].exchanges[group_id]
-    exchange.awaited.add((2, 0, 1))
-    exchange.bars[0] = 2
-    hands.tell("p01", Result(group_id, 0, 2, 9.0, (2,), crc_of(9.0), 1), origin="p02", plane="bulk")
-    hands.settle()
-    assert exchange.results.get(0, (0.0,))[0] != 9.0
-
-
 def test_who_sees_a_tie_does_not_agree_with_one_that_sees_none() -> None:
     """p00 and p01 hold one result of a part, p02 and p03 another. p00 hears all four and gives the
     part up; p01 has lost p02 and p03, hears p00's stamps before its Parity, and keeps it."""
