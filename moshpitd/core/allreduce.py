@@ -365,7 +365,7 @@ class Round:
                 if not self.st.lanes[other].spoke:
                     self.st.send(other, Begin(self.group))
         self._mute(index, reason)
-        self.takeovers.gone(index)
+        self.takeovers.gone(index, reason)
         self.comparison.gone(index)
         self.audits.gone(index)
         self.takeovers.leave(self.st.open_of(index), reason)
@@ -438,7 +438,7 @@ class Round:
     def _say_parity(self, now: float) -> None:
         if self.parity_sent_at is None:
             self.parity_sent_at = now
-        self.st.tell(Parity(self.group.group_id, self.st.digest(), len(self.st.without)))
+        self.comparison.say()
 
     def _patience(self) -> float:
         """How long the others' last messages are waited for. Longer when a reducer was lost: what

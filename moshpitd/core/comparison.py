@@ -2,7 +2,8 @@
 the majority's result replaces the others, and where there is no majority all keep local values.
 
 One rule: a strict majority of those that hold a result of a part decides; it finds damage and a
-reducer that tells members different things, not one consistent lie (which audits are for).
+reducer that tells members different things, not one consistent lie (which audits are for). Who does
+not hear everybody counts other votes, so what somebody decided is known only when it has said it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from moshpitd.core.effects import Await
-from moshpitd.core.messages import Crcs, Resend
+from moshpitd.core.messages import Crcs, Parity, Resend
 from moshpitd.core.outcome import Reason
 from moshpitd.core.standing import PARTS_AT_ONCE, Standing, chunks
 
@@ -31,7 +32,14 @@ class Comparison:
     repairs: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     disputed: dict[int, bool] = field(default_factory=dict)
     judged: bool = False
-    wanting: bool = False  # we asked for something, and the others wait for our Parity
+    wanting: bool = False  # we change something, and the others wait for our Parity
+    spoken: bytes = b""  # the digest of what we last said that we hold
+
+    def say(self) -> None:
+        """These are our bits."""
+        st = self.st
+        self.spoken = st.digest()
+        st.tell(Parity(st.group_id, self.spoken, len(st.without)))
 
     def differing(self) -> list[int]:
         """Members that hold a result of every part, as we do, and other bits."""
@@ -56,6 +64,7 @@ class Comparison:
         self.until = now + st.params.parity_timeout_s
         for i in self.differing():
             st.note("parity_differs", peer=st.group.members[i].peer_id)
+        self.spoken = st.digest()
         stamps = bytearray()
         for part in range(st.parts()):
             stamps += st.stamp(part).to_bytes(STAMP_BYTES, "big")
@@ -97,7 +106,8 @@ class Comparison:
         return all(self.said.get(i) == parts for i, lane in lanes if lane.gone is None)
 
     def judge(self, now: float) -> list[int]:
-        """Ask for what the majority holds otherwise; returns the members that have to as well."""
+        """Ask for what the majority holds otherwise, give up what no majority holds; returns the
+        members that have to as well."""
         st = self.st
         self.judged = True
         self.until = now + st.params.parity_timeout_s
@@ -112,6 +122,7 @@ class Comparison:
             stamp, votes = counts.most_common(1)[0]
             if 2 * votes <= counts.total():
                 self._dispute(part)
+                needy.update((i, True) for i in voters)
                 continue
             needy.update((i, True) for i in voters if stamps[i] not in (0, stamp))
             if part in st.results and stamps[st.index] != stamp:
@@ -119,20 +130,19 @@ class Comparison:
                 holders = [i for i in voters if stamps[i] == stamp]
                 holders.sort(key=lambda i: (i == st.now_reduces[part], i))
                 self.repairs[part] = (stamp, holders)
-        self.wanting = bool(self.repairs)
+        self.wanting = bool(self.repairs or self.disputed)
         self._ask(list(self.repairs))
         return [i for i in needy if i != st.index and i not in self.again]
 
     def agrees(self, index: int) -> bool:
-        """Does that member say that it holds the same bits as we do?"""
+        """Does that member say that it holds the same bits as we do, and have we said so too?"""
         st, lane = self.st, self.st.lanes[index]
-        if not self.judged or index in self.again:
-            return lane.parity == st.digest()
-        if self.said.get(index) != st.parts():
+        if st.digest() != self.spoken:
             return False
-        return all(
-            part in self.disputed or self._stamp(index, part) == st.stamp(part)
-            for part in range(st.parts())
+        if not self.judged or index in self.again:
+            return lane.parity == self.spoken
+        return self.said.get(index) == st.parts() and all(
+            self._stamp(index, part) == st.stamp(part) for part in range(st.parts())
         )
 
     def arrived(self, part: int) -> None:

@@ -64,6 +64,11 @@ class Reason(StrEnum):
     SUPERSEDED = "superseded"
 
 
+DISPUTED = (Reason.PARITY, Reason.AUDIT)
+"""Without a result for these, a part keeps local values whatever comes for it later, and a sweep
+ends: it is not to be averaged further."""
+
+
 class OnPartial(StrEnum):
     """What the caller wants done with a partial result."""
 

@@ -61,7 +61,7 @@ class Parts:
             return
         if event.epoch == st.epoch(event.part):
             self._comparison.failed(event.part)
-        self._takeovers.failed([event.part], event.sender)
+        self._takeovers.failed(event.part, event.sender, event.epoch)
         if self.reduces(event.sender, event.part, event.epoch):
             self._takeovers.leave([event.part], event.reason)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from moshpitd.core.effects import Average, Effect, Note, Push, Send
 from moshpitd.core.messages import Group, Held, Message
-from moshpitd.core.outcome import Reason
+from moshpitd.core.outcome import DISPUTED, Reason
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import Quiet
 from moshpitd.core.succession import Succession
@@ -161,6 +161,8 @@ class Standing:
     def put(self, held: Held) -> None:
         """A result is in place."""
         part = held.part
+        if self.without.get(part) in DISPUTED:
+            return  # nobody takes it: `Close` names the part
         if self.is_open(part):
             self._owed(part, -1)
             self.missing -= 1

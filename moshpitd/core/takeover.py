@@ -23,7 +23,8 @@ from moshpitd.core.verdict import bits_of
 
 MAX_TURNS = 4
 """How often the succession of a part may be gone through before the part is given up: a reducer
-that was only slow may come back once or twice, but a part must not travel for ever."""
+that was only slow may come back once or twice, but a part must not travel for ever. Every member
+that is out may have cost a turn more, by dying before it handed over what it held."""
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class Takeovers:
             left = st.now_reduces[part]
             able = [i for i in range(len(st.lanes)) if i != left and st.alive(i)]
             following = st.succession.following(part, st.epoch(part), able)
-            if following is None or following[0] >= MAX_TURNS * len(st.lanes):
+            if following is None or self._too_far(following[0]):
                 st.give_up(part, reason)
                 continue
             epoch, member = following
@@ -237,30 +238,46 @@ class Takeovers:
         since = max(fetch.since, self._st.lanes[fetch.holder].progress_at)
         return since + self._st.params.part_timeout_s
 
-    def gone(self, index: int) -> None:
-        """A member is out: nobody waits for its answer or for what it holds."""
+    def gone(self, index: int, reason: Reason) -> None:
+        """A member is out: nobody waits for its answer or for what it holds.
+
+        What it was asked to hand over may come all the same, when a partition heals; by then its
+        epoch may have no other result. So we ask afresh, for our next turn: the bar keeps it out.
+        """
+        st = self._st
         for query in list(self._queries.values()):
             query.waiting &= ~(1 << index)
             self._decide(query)
-        self.failed([part for part, one in self._fetches.items() if one.holder == index], index)
+        turns: dict[int, list[int]] = {}
+        for part, fetch in list(self._fetches.items()):
+            if fetch.holder != index:
+                continue
+            del self._fetches[part]
+            epoch = fetch.epoch + len(st.lanes)
+            if self._too_far(epoch):
+                st.give_up(part, reason)
+            else:
+                turns.setdefault(epoch, []).append(part)
+        for epoch, parts in turns.items():
+            self._take(epoch, parts, reason)
 
-    def failed(self, parts: list[int], holder: int) -> None:
-        """What `holder` hands over cannot be used, or it is gone: the next holder, or afresh."""
-        again: dict[int, dict[int, dict[int, Held]]] = {}
-        for part in parts:
-            fetch = self._fetches.get(part)
-            if fetch is not None and fetch.holder == holder:
-                del self._fetches[part]
-                fetch.held.pop(holder, None)
-                again.setdefault(fetch.epoch, {})[part] = fetch.held
-        for epoch, held in again.items():
-            self._resolve(epoch, held)
+    def failed(self, part: int, holder: int, epoch: int) -> None:
+        """What `holder` handed over cannot be used, and it comes once: the next, or afresh."""
+        fetch = self._fetches.get(part)
+        if fetch is not None and (fetch.holder, fetch.epoch) == (holder, epoch):
+            del self._fetches[part]
+            fetch.held.pop(holder, None)
+            self._resolve(epoch, {part: fetch.held})
 
     def arrived(self, part: int) -> None:
         """A result is in place; if it is one that we fetched, it goes to those that lack it."""
         fetch = self._fetches.pop(part, None)
         if fetch is not None and self._ours(part, fetch.epoch):
             self._spread(fetch.epoch, {part: fetch.held})
+
+    def _too_far(self, epoch: int) -> bool:
+        lanes = self._st.lanes
+        return epoch >= (MAX_TURNS + sum(lane.gone is not None for lane in lanes)) * len(lanes)
 
     def _ours(self, part: int, epoch: int) -> bool:
         """False when somebody of a higher epoch took it from us meanwhile."""

@@ -27,7 +27,7 @@ from moshpitd.core.messages import (
     TakeOver,
 )
 from moshpitd.core.neighbours import Neighbours, Verdicts
-from moshpitd.core.outcome import Outcome, Reason, Status
+from moshpitd.core.outcome import DISPUTED, Outcome, Reason, Status
 from moshpitd.core.state import State
 from moshpitd.core.swarm import same_lineage
 
@@ -38,9 +38,6 @@ waiting for ever."""
 
 QUESTIONS = (Missing, TakeOver, Resend, Counts)
 """Messages of a round that somebody waits for an answer to."""
-
-DISPUTED = (Reason.PARITY, Reason.AUDIT)
-"""After these a sweep ends: what is in the bucket there is not to be averaged further."""
 
 LINGERING = 4
 """Ended rounds whose results are kept for slower members; each holds up to a bucket of payloads."""

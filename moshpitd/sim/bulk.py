@@ -322,13 +322,18 @@ class Bulk:
         round_ = self._round_of(node, group_id, self._result_arrived, part, sender, payload, epoch)
         if round_ is None or sender in round_.lost:
             return
-        if (sender, part, epoch) not in round_.awaited:
-            known = round_.results.get(part)
-            if epoch < round_.bars.get(part, 0) or (known is not None and epoch <= known.epoch):
-                return
-            assert round_.succession is not None
-            if round_.succession.reducer(part, epoch) != sender:
-                return
+        # As `daemon/ledger.py` has it: the core may ask for another result of an epoch, never for
+        # one below a promise, and what it asked for is answered once.
+        key, known = (sender, part, epoch), round_.results.get(part)
+        expected = key in round_.awaited
+        assert round_.succession is not None
+        if not expected and round_.succession.reducer(part, epoch) != sender:
+            return
+        if epoch < round_.bars.get(part, 0) or (known is not None and epoch < known.epoch):
+            return
+        if known is not None and epoch == known.epoch and not expected:
+            return
+        round_.awaited.discard(key)
         if not np.isfinite(payload.values).all():
             self._refuse(node, group_id, part, sender, epoch=epoch, result=True)
             return

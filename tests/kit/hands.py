@@ -529,12 +529,14 @@ class Hands:
             exchange.inside.setdefault((part, epoch), []).append(item.sender)
             self._give(name, ev.PartArrived(item.group_id, part, item.sender, epoch))
             return
-        if (item.sender, part, epoch) not in exchange.awaited:
-            held = exchange.results.get(part)
-            if epoch < bar or (held is not None and epoch <= held[2]):
-                return
-            if succession.reducer(part, epoch) != item.sender:
-                return
+        # As in daemon/ledger.py: never below a promise, and what was asked for is answered once.
+        key, held = (item.sender, part, epoch), exchange.results.get(part)
+        expected = key in exchange.awaited
+        if not expected and succession.reducer(part, epoch) != item.sender:
+            return
+        if epoch < bar or (held is not None and epoch < held[2] + (not expected)):
+            return
+        exchange.awaited.discard(key)
         self._put_in_place(node, exchange, part, item.value, item.inside, epoch)
         event = ev.ResultArrived(item.group_id, part, item.sender, item.inside, item.crc, epoch)
         self._give(name, event)  # at once: what a link says is never overtaken by its end
