@@ -38,6 +38,7 @@ from moshpitd.core.messages import Counts, Group, Letter, Message, NotMember
 from moshpitd.core.outcome import Heard, Outcome, Reason, Row, Status
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import Quiet
+from moshpitd.core.soundness import is_fair
 from moshpitd.core.standing import LOOKS
 from moshpitd.core.topologies import schedule_for
 
@@ -183,7 +184,10 @@ class Neighbours:
         elif (line := self.lines.get(sender)) is not None:
             line.heard_at, line.unheard = now, 0
             if isinstance(message, Letter) and line.letter is None and line.gets:
-                line.letter, line.moved_at = message, now
+                if is_fair(message):
+                    line.letter, line.moved_at = message, now
+                else:
+                    self._drop(line, Reason.REFUSED)
             elif isinstance(message, Counts):
                 self._told(line, message, now)
         self._settle(now)

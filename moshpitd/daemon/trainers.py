@@ -18,6 +18,7 @@ from moshpitd.core.messages import Lineage
 from moshpitd.core.neighbours import most_neighbours
 from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
 from moshpitd.core.params import Params
+from moshpitd.core.soundness import MAX_MASS, MAX_SEQUENCE
 from moshpitd.core.topologies import NAMES
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.daemon.choosing import AUTO
@@ -134,9 +135,11 @@ class Ask:
 
 def checked_mix(request: Any, topology: str) -> Mix:
     """From an ExchangeRequest."""
-    if not 0 <= request.mass < math.inf:
-        raise refusal("mass_out_of_range", f"mass {request.mass}, expected a number from 0 up")
-    if request.sequence >= MAX_VERSION or len(request.knows) > MAX_KNOWN:
+    if not 0 <= request.mass <= MAX_MASS:
+        raise refusal(
+            "mass_out_of_range", f"mass {request.mass}, expected a number from 0 to {MAX_MASS:.0f}"
+        )
+    if request.sequence > MAX_SEQUENCE or len(request.knows) > MAX_KNOWN:
         raise TrainerError(
             f"sequence {request.sequence} and {len(request.knows)} peers that know us, expected a "
             f"count below 2^63 and at most {MAX_KNOWN}"
