@@ -64,7 +64,7 @@ from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
 from moshpitd.core.presence import Presence
 from moshpitd.core.quiet import Quiet
-from moshpitd.core.soundness import is_fair, is_sane
+from moshpitd.core.soundness import is_fair, is_sane, is_steady
 from moshpitd.core.state import State
 from moshpitd.core.storage import Storage
 from moshpitd.core.store_words import STORE_EVENTS, STORE_MESSAGES
@@ -311,7 +311,10 @@ class Peer:
             self.pairs.lost(sender, message.reason)
             self.storage.lost(sender, now)
         elif isinstance(message, STORE_MESSAGES):
-            self.storage.receive(sender, message, now)
+            if is_steady(message):
+                self.storage.receive(sender, message, now)
+            else:
+                self.state.strike(sender, Reason.REFUSED, now)
         if work is not None and work.catch_up is not None:
             work.catch_up.heard(sender, now)
 

@@ -9,6 +9,7 @@ from moshpitd.core.grid import is_flat
 from moshpitd.core.group import group_id_of
 from moshpitd.core.messages import Group, Join, Letter, Member, Record
 from moshpitd.core.params import Params
+from moshpitd.core.store_words import Applied, Rules, StoreHave, StoreMessage, StoreTerms
 
 MAX_NORM = 3.4e38
 """The largest float32, and the largest norm that a member names: of float64 it may have more."""
@@ -22,6 +23,11 @@ MAX_MASS = 2.0**32
 """Push-sum weights add up to the number of peers, so no honest one comes near; and what a neighbour
 says is multiplied, added and divided by."""
 MAX_SEQUENCE = (1 << 63) - 1  # what the local API carries
+
+MAX_COUNT = (1 << 62) - 1
+"""Of versions, epochs, sequences: one more of any still fits a message, a frame and the local
+API."""
+MAX_BATCH = 1024  # as the local API has it
 
 
 def is_sane(record: Record) -> bool:
@@ -45,6 +51,27 @@ def is_sane(record: Record) -> bool:
 def is_fair(letter: Letter) -> bool:
     """Can a trainer go on with what travels beside a neighbour's message?"""
     return 0 <= letter.mass <= MAX_MASS and 0 <= letter.sequence <= MAX_SEQUENCE
+
+
+def is_steady(message: StoreMessage) -> bool:
+    """Can a store go on with this? Its roles count with what it says, divide by the batch and look
+    for the owner of every part."""
+    counts = [getattr(message, name, 0) for name in ("epoch", "number", "sequence")]
+    version = getattr(message, "version", 0)
+    counts.append(version + 1 if isinstance(message, StoreHave) else version)  # -1: none
+    counts.append(getattr(getattr(message, "ballot", None), "epoch", 0))
+    applied: tuple[Applied, ...] = getattr(message, "applied", ())
+    rules: Rules | None = getattr(message, "rules", None)
+    return (
+        all(0 <= count <= MAX_COUNT for count in counts)
+        and all(0 <= one.sequence <= MAX_COUNT for one in applied)
+        and (rules is None or _can_be_kept(rules))
+        and (not isinstance(message, StoreTerms) or bool(message.owners))
+    )
+
+
+def _can_be_kept(rules: Rules) -> bool:
+    return 1 <= rules.batch <= MAX_BATCH and 0 <= rules.max_staleness < 1 << 32
 
 
 def is_sound(group: Group, params: Params) -> bool:

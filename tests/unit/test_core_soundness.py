@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,12 @@ import pytest
 from moshpitd.core import events as ev
 from moshpitd.core.group import group_id_of
 from moshpitd.core.messages import Group, Hello, Letter, Lineage, Member, Record, Shape
+from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
+from moshpitd.core.peer import Peer
 from moshpitd.core.soundness import (
+    MAX_BATCH,
+    MAX_COUNT,
     MAX_MASS,
     MAX_NORM,
     MAX_ROUND,
@@ -19,7 +24,24 @@ from moshpitd.core.soundness import (
     is_fair,
     is_sane,
     is_sound,
+    is_steady,
     norm_limit,
+)
+from moshpitd.core.store_words import (
+    Applied,
+    Ballot,
+    Rules,
+    StoreAsk,
+    StoreBroken,
+    StoreGrant,
+    StoreHave,
+    StoreLeave,
+    StoreMessage,
+    StoreOpened,
+    StorePull,
+    StorePullAsked,
+    StorePush,
+    StoreTerms,
 )
 from moshpitd.rpc.stubs import messages
 from tests.kit.hands import Hands, record_of
@@ -97,3 +119,80 @@ def test_an_unfair_letter_is_a_strike(letter: Letter) -> None:
     hands.tell("p00", ev.Received("p01", letter))
     hands.settle()
     assert swarm.strikes("p01", hands.now) > 0
+
+
+# -- parameter stores
+
+BALLOT, RULES = Ballot(9, "p01"), Rules(0.1)
+TERMS = StoreTerms(BALLOT, ("p01",), 0, "p01", RULES)
+UNSTEADY: list[StoreMessage] = [
+    replace(TERMS, owners=()),
+    replace(TERMS, rules=replace(RULES, batch=0)),
+    replace(TERMS, rules=replace(RULES, batch=MAX_BATCH + 1)),
+    replace(TERMS, rules=replace(RULES, max_staleness=-1)),
+    replace(TERMS, version=-1),
+    replace(TERMS, applied=(Applied("p01/t", MAX_COUNT + 1),)),
+    replace(TERMS, ballot=Ballot(MAX_COUNT + 1, "p01")),
+    StoreAsk(Ballot(-1, "p01")),
+    StoreHave(BALLOT, 0, -2),
+    StoreHave(BALLOT, -1, 0),
+    StoreHave(BALLOT, 0, 0, rules=replace(RULES, batch=-1)),
+    StoreGrant(1, -1),
+    StorePull(BALLOT, "p01/t", -1),
+    StorePush(BALLOT, "p01/t", MAX_COUNT + 1, 1, 0),
+]
+
+
+def test_what_a_store_says_at_its_bounds_is_steady() -> None:
+    for message in (
+        TERMS,
+        replace(TERMS, rules=replace(RULES, batch=MAX_BATCH), version=MAX_COUNT),
+        StoreHave(BALLOT, 0, -1),
+        StoreGrant(1, MAX_COUNT),
+        StoreBroken(Ballot(), ""),
+        StoreLeave("p01/t"),
+    ):
+        assert is_steady(message)
+
+
+@pytest.mark.parametrize("message", UNSTEADY)
+def test_what_no_store_can_go_on_with_is_a_strike_and_nothing_else(message: StoreMessage) -> None:
+    peer = acquainted()
+    peer.handle(ev.Received("p01", message), 1.0)
+    assert peer.state.swarm.strikes("p01", 1.0) == 1.0
+    assert peer.storage.idle
+
+
+def acquainted() -> Peer:
+    """p00, which has heard of p01."""
+    peer = Peer(Params(), "p00", random.Random(1), run="r")
+    peer.handle(ev.Attached("t", b"s", "", (8, 8), b"d"), 0.0)
+    record = Record("p01", 1, b"s", 0, Lineage("p01", b"d"), addresses=("h:1",))
+    peer.handle(ev.Received("p01", Hello(record)), 0.0)
+    return peer
+
+
+def test_terms_without_owners_do_not_end_the_daemon() -> None:
+    """They were adopted, and the grant that followed asked for the largest of no owners."""
+    peer = acquainted()
+    peer.handle(StoreOpened("p00/t", RULES), 0.0)
+    peer.handle(ev.Received("p01", replace(TERMS, owners=())), 0.1)
+    peer.handle(StorePullAsked("token", "p00/t"), 0.2)
+    peer.handle(ev.Received("p01", StoreGrant(1, 0)), 0.3)
+    assert peer.storage.common.terms is None
+
+
+def test_a_batch_of_no_gradients_does_not_end_the_daemon() -> None:
+    """The next store took its rules from the one before, and its order divided by the batch."""
+    peer = acquainted()
+    rules = replace(RULES, block=True)
+    peer.handle(StoreOpened("p00/t", rules), 0.0)
+    terms = replace(TERMS, owners=("p00",), rules=replace(rules, batch=0))
+    peer.handle(ev.Received("p01", terms), 0.1)
+    peer.handle(ev.LinkLost("p01", Reason.LINK_LOST), 0.2)
+    peer.handle(StorePullAsked("token", "p00/t"), 1.0)
+    for second in range(1, 20):
+        peer.handle(ev.Ticked(), 1.0 + second)
+    founded = peer.storage.common.terms
+    assert founded is not None
+    assert founded.rules == rules
