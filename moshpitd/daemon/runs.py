@@ -37,7 +37,7 @@ from moshpitd.core.handover import dependants
 from moshpitd.core.outcome import Outcome, Status
 from moshpitd.core.store_words import StoreClosed
 from moshpitd.daemon import sharing
-from moshpitd.daemon.buffers import Bucket, create_bucket
+from moshpitd.daemon.buffers import Bucket, make_bucket
 from moshpitd.daemon.choosing import Choice
 from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.edges import EdgePlane
@@ -57,7 +57,6 @@ from moshpitd.daemon.trainers import (
     schema_text,
 )
 from moshpitd.rpc.status import refusal
-from moshpitd.tensors.blocks import Blocks
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 
@@ -140,22 +139,20 @@ class Run:
             attachment.check_company(self.name, self.trainers.values())
             self._settle_layout(layout)
             blocks = blocks_of(attachment, layout, self.driver.peer.params.max_group)
-            bucket = await ground.in_thread(_make_bucket, ground, layout.nbytes, blocks)
+            make = partial(
+                make_bucket, ground.in_thread, ground.buffers_dir,
+                nbytes=layout.nbytes, data_dir=ground.data_dir,
+            )  # fmt: skip
+            bucket = await make(blocks=blocks)
             trainer = Trainer(secrets.token_hex(8), attachment, bucket, asyncio.Event())
             if attachment.shared:
-                make = partial(ground.in_thread, _make_bucket, ground, layout.nbytes, None)
                 trainer.shared = await sharing.join(self.trainers.values, bucket, make)
             ground.exchange.add_bucket(self.name, trainer.name, bucket)
             self.trainers[trainer.name] = trainer
         log_event(
-            log,
-            logging.INFO,
-            "trainer attached",
-            run=self.name,
-            trainer=trainer.name,
-            client=attachment.client,
-            bytes=layout.nbytes,
-        )
+            log, logging.INFO, "trainer attached",
+            run=self.name, trainer=trainer.name, client=attachment.client, bytes=layout.nbytes,
+        )  # fmt: skip
         asyncio.get_running_loop().call_later(HOLD_WITHIN_S, self._expect_hold, trainer.name)
         return trainer
 
@@ -348,12 +345,18 @@ class Run:
 
     @contextmanager
     def between_rounds(self, name: str, generation: int) -> Iterator[Any]:
+        """Bucket, layout and residuals, while no round changes these. What was done with them is
+        refused if another trainer's call began one meanwhile."""
+        state = self.driver.peer.state
         if self.driver.peer.work is not None:
             raise refusal("bucket_busy", f"run {self.name!r} is in a round")
         trainer = self._begin(name, generation)
         try:
             owed = self._ground.exchange.residuals(self.name, settle=True)
+            before = state.attempts, {} if owed is None else owed.dropped
             yield trainer.bucket, self.layout, owed
+            if before != (state.attempts, {} if owed is None else owed.dropped):
+                raise refusal("bucket_busy", f"run {self.name!r} began a round; ask again")
         finally:
             self._end(trainer)
 
@@ -491,7 +494,3 @@ class Run:
         sent, received = self.history.bytes_of(outcome.group_id)
         delta = trainer.bucket.deltas is not None
         return Ended(outcome, self.driver.peer.lineage, sent, received, delta)
-
-
-def _make_bucket(ground: Ground, nbytes: int, blocks: Blocks | None) -> Bucket:
-    return create_bucket(ground.buffers_dir, nbytes=nbytes, data_dir=ground.data_dir, blocks=blocks)
