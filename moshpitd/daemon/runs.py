@@ -54,6 +54,7 @@ from moshpitd.daemon.trainers import (
     checked_mix,
     checked_timeout,
     refusal_of,
+    schema_of,
     schema_text,
 )
 from moshpitd.rpc.status import refusal
@@ -409,7 +410,7 @@ class Run:
             digest = b""
             if attachment.topology:
                 # What lies in the bucket is a message: nobody starts from it, and all are equal.
-                digest = layout.schema_digest
+                digest = schema_of(layout, attachment)
             elif not self._takes_ours(attachment.version, layout):
                 # These tensors become the node's own: what others get from us must be sound.
                 await self._check_finite(trainer)
@@ -422,8 +423,8 @@ class Run:
             self.driver.handle(
                 Attached(
                     trainer=trainer.name,
-                    schema=layout.schema_digest,
-                    schema_text=schema_text(layout),
+                    schema=schema_of(layout, attachment),
+                    schema_text=schema_text(layout, attachment),
                     part_sizes=tuple(part.nbytes for part in layout.parts),
                     digest=digest,
                     version=attachment.version,

@@ -7,6 +7,7 @@ checks use, because not every trainer uses the client library.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
 from collections.abc import Collection
@@ -66,6 +67,17 @@ class Attachment:
             )
         if len(self.founder) > 128:
             raise TrainerError(f"founder of {len(self.founder)} characters, expected a PeerID")
+
+    @property
+    def manner(self) -> str:
+        """How the run's peers meet, in words; empty where they average in groups. All have to: who
+        averages waits for parts that a neighbour never sends, and two topologies are two
+        matrices."""
+        if not self.topology:
+            return ""
+        if self.pairs:
+            return f"meetings of two on topology {self.topology}"
+        return f"exchanges{' of differences' if self.full else ''} on topology {self.topology}"
 
     def check_company(self, run: str, others: Collection[Trainer]) -> None:
         """May it join the run's `others` on this node?"""
@@ -234,12 +246,24 @@ def blocks_of(attachment: Attachment, layout: Layout, max_group: int) -> Blocks 
     return Blocks(layout.nbytes, slots, attachment.full)
 
 
-def schema_text(layout: Layout) -> str:
+def schema_of(layout: Layout, attachment: Attachment) -> bytes:
+    """What a run's peers agree on: the tensors, and how they meet."""
+    digest = layout.schema_digest
+    if not attachment.manner:
+        return digest
+    text = digest + attachment.manner.encode()
+    return hashlib.blake2b(text, digest_size=len(digest)).digest()
+
+
+def schema_text(layout: Layout, attachment: Attachment) -> str:
     """The schema for other peers' eyes: a line per tensor by name, cut to what a record carries.
 
-    The part size is part of the schema and stands last, so that a difference in it is found too.
+    The part size and the manner are part of it and stand last, so that a difference there is found
+    too.
     """
     last = f"parts of {layout.part_bytes} bytes"
+    if attachment.manner:
+        last += f" in {attachment.manner}"
     lines: list[str] = []
     room = SCHEMA_TEXT_BYTES - len(last)
     for spec in sorted(layout.specs, key=lambda spec: spec.name):
