@@ -51,6 +51,7 @@ from moshpitd.daemon.trainers import (
     Step,
     Trainer,
     blocks_of,
+    checked_action,
     checked_mix,
     checked_timeout,
     refusal_of,
@@ -306,18 +307,19 @@ class Run:
     async def meet(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
         """Leave parameters here, add to them, or have them meet a neighbour's."""
         topology, timeout_s = self._topology(name, pairs=True), checked_timeout(request.timeout_s)
+        action = checked_action(request.action)
         trainer, edges = self._begin(name, request.generation), self._ground.exchange.edges
         in_thread = self._ground.in_thread
         assert edges is not None  # while the node lives
         try:
-            if request.action == "meet":
+            if action == "meet":
                 event = MeetAsked(name, trainer.token, topology, timeout_s)
                 async with aclosing(self._watch(trainer, event)) as steps:
                     async for step in steps:
                         yield step
                 return
             await self._check_finite(trainer)
-            if request.action == "start":
+            if action == "start":
                 await self._introduce(trainer)
                 await in_thread(edges.pairs.start, self.name, name)
                 self.driver.handle(ValuesKept(name))

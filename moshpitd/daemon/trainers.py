@@ -159,6 +159,13 @@ def checked_mix(request: Any, topology: str) -> Mix:
     return Mix(topology, request.sequence, request.mass, request.full, tuple(request.knows))
 
 
+def checked_action(action: str) -> str:
+    """Of a MeetRequest: a word that nobody knows must not be an update of parameters."""
+    if action not in ("start", "add", "meet"):
+        raise TrainerError(f"action {action[:40]!r}, expected start, add or meet")
+    return action
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a call ended, with what only this node knows of it."""

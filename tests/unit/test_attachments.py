@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from moshpitd.core.swarm import first_difference
-from moshpitd.daemon.trainers import Attachment, schema_of, schema_text
+from moshpitd.daemon.trainers import Attachment, checked_action, schema_of, schema_text
+from moshpitd.errors import TrainerError
 from moshpitd.tensors.layout import Layout, TensorSpec
 
 SPECS = (TensorSpec("w", (200,), "float32"),)
@@ -32,3 +35,11 @@ def test_runs_that_meet_in_other_ways_are_other_runs_and_say_so() -> None:
     )
     assert len(set(texts)) == len(manners)
     assert schema_of(LAYOUT, replace(average, version=7, client="x")) == schemas[0]
+
+
+def test_a_word_that_is_no_action_of_a_meeting_is_refused() -> None:
+    """It was taken for `add`: the bucket was added to the parameters."""
+    assert [checked_action(word) for word in ("start", "add", "meet")] == ["start", "add", "meet"]
+    for word in ("", "Add", "subtract"):
+        with pytest.raises(TrainerError, match="expected start, add or meet"):
+            checked_action(word)
