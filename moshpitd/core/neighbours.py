@@ -38,12 +38,14 @@ from moshpitd.core.messages import Counts, Group, Letter, Message, NotMember
 from moshpitd.core.outcome import Heard, Outcome, Reason, Row, Status
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import Quiet
+from moshpitd.core.soundness import is_fair
 from moshpitd.core.standing import LOOKS
 from moshpitd.core.topologies import schedule_for
 
-REMEMBERED = 8
-"""Ended rounds of which we still answer whether an edge counts. Asking ends `parity_timeout_s`
-after a round, and the next rounds of both ends wait for each other."""
+REMEMBERED = 128
+"""Ended rounds of which we still answer whether an edge counts. Asking goes on for
+`parity_timeout_s`, 2 s, in which we may be through a hundred rounds of 20 ms with others; who is
+told that we know of no such round drops an edge that counts here."""
 
 
 @dataclass(slots=True)
@@ -183,7 +185,10 @@ class Neighbours:
         elif (line := self.lines.get(sender)) is not None:
             line.heard_at, line.unheard = now, 0
             if isinstance(message, Letter) and line.letter is None and line.gets:
-                line.letter, line.moved_at = message, now
+                if is_fair(message):
+                    line.letter, line.moved_at = message, now
+                else:
+                    self._drop(line, Reason.REFUSED)
             elif isinstance(message, Counts):
                 self._told(line, message, now)
         self._settle(now)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from moshpitd.core import events as ev
 from moshpitd.core.effects import ClosePair, Finish, OpenPair, PushPair, Send
-from moshpitd.core.messages import Pair, PairAnswer
+from moshpitd.core.messages import Hello, Pair, PairAnswer
 from moshpitd.core.mixing import EdgeMixing
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.state import State
@@ -30,6 +30,7 @@ actives are its neighbours on a graph, and who is refused goes on alone and come
 KEPT = 8
 """Differences that are kept for actives whose answer may have been lost, the oldest forgotten: one
 copy of the parameters each. Forgotten ones are a meeting of which one half is missing."""
+NONCE_BYTES = 16  # what a frame's header has room for
 
 
 @dataclass(slots=True)
@@ -135,7 +136,8 @@ class Pairs:
             self._close(nonce)
             self.state.effects.append(Send(served.active, PairAnswer(nonce)))
         elif meeting is not None and meeting.nonce == nonce:
-            self.state.strike(meeting.partner, reason, now)
+            if reason is not Reason.NO_TRAINER:
+                self.state.strike(meeting.partner, reason, now)
             self.unsure.pop(meeting.partner, None)
             self._end(reason)
 
@@ -196,6 +198,9 @@ class Pairs:
 
     def _invited(self, sender: str, message: Pair, now: float) -> None:
         served = self.serving.get(message.nonce)
+        if served is None and not self._may_come(sender, message.nonce, now):
+            self.state.effects.append(Send(sender, PairAnswer(message.nonce)))
+            return
         busy = sum(1 for one in self.serving.values() if not one.done) >= SERVED_AT_ONCE
         say = self.state.effects
         if served is not None and served.active == sender and served.done:
@@ -225,6 +230,20 @@ class Pairs:
                 Send(sender, PairAnswer(message.nonce, ready=True)),
             ]
 
+    def _may_come(self, sender: str, nonce: bytes, now: float) -> bool:
+        """Who has struck out is not met. A stranger could not: what it does is on no record. It is
+        asked who it is, and comes again."""
+        entry = self.state.swarm.heard.get(sender)
+        if entry is None or entry.record.schema != self.state.record.schema:
+            if self.state.presence.present:
+                self.state.effects.append(Send(sender, Hello(self.state.record)))
+            return False
+        ours = self.meeting is not None and self.meeting.nonce == nonce
+        if len(nonce) != NONCE_BYTES or ours:
+            self.state.strike(sender, Reason.REFUSED, now)
+            return False
+        return self.state.swarm.strikes(sender, now) < self.state.params.max_strikes
+
     def _answered(self, sender: str, message: PairAnswer, now: float) -> None:
         meeting = self.meeting
         if meeting is None or (sender, message.nonce) != (meeting.partner, meeting.nonce):
@@ -234,6 +253,8 @@ class Pairs:
         elif message.ready and not meeting.again and not meeting.answered:
             meeting.answered = True
             self.unsure[sender] = meeting.nonce
+            while len(self.unsure) > self.state.params.max_candidates:
+                del self.unsure[next(iter(self.unsure))]  # who is not met again for so long
             self.state.effects.append(PushPair(meeting.nonce))
         elif not message.ready:
             # It has applied nothing of this nonce, and will not.

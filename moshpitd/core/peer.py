@@ -64,7 +64,7 @@ from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
 from moshpitd.core.presence import Presence
 from moshpitd.core.quiet import Quiet
-from moshpitd.core.soundness import is_sane
+from moshpitd.core.soundness import is_fair, is_sane, is_steady
 from moshpitd.core.state import State
 from moshpitd.core.storage import Storage
 from moshpitd.core.store_words import STORE_EVENTS, STORE_MESSAGES
@@ -146,7 +146,8 @@ class Peer:
                 self.pairs.cancelled(event.token)
                 self.calls.on_cancelled(event.token, now)
             case ev.ValuesKept():
-                self.pairs.kept(event.trainer)
+                if event.trainer in self.state.trainers:  # it may have left meanwhile
+                    self.pairs.kept(event.trainer)
             case ev.MeetAsked():
                 self.pairs.asked(event, now)
             case ev.ContributionRefused():
@@ -264,6 +265,8 @@ class Peer:
         elif (answer := self.conductor.verdicts.answer(sender, message)) is not None:
             self.state.effects += answer
         elif isinstance(message, OF_A_ROUND):
+            if isinstance(message, Letter) and not is_fair(message):
+                self.state.strike(sender, Reason.REFUSED, now)  # and its edge is dropped
             for ended in self.conductor.lingering:
                 if ended.st.group_id == message.group_id:
                     ended.overheard(sender, message)
@@ -308,7 +311,10 @@ class Peer:
             self.pairs.lost(sender, message.reason)
             self.storage.lost(sender, now)
         elif isinstance(message, STORE_MESSAGES):
-            self.storage.receive(sender, message, now)
+            if is_steady(message):
+                self.storage.receive(sender, message, now)
+            else:
+                self.state.strike(sender, Reason.REFUSED, now)
         if work is not None and work.catch_up is not None:
             work.catch_up.heard(sender, now)
 

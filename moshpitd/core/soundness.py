@@ -7,12 +7,27 @@ from collections.abc import Sequence
 
 from moshpitd.core.grid import is_flat
 from moshpitd.core.group import group_id_of
-from moshpitd.core.messages import Group, Join, Member, Record
+from moshpitd.core.messages import Group, Join, Letter, Member, Record
 from moshpitd.core.params import Params
+from moshpitd.core.store_words import Applied, Rules, StoreHave, StoreMessage, StoreTerms
 
-MAX_NORM = 3.4e38  # the largest float32
+MAX_NORM = 3.4e38
+"""The largest float32, and the largest norm that a member names: of float64 it may have more."""
 MAX_MBPS = 1e9
 """A petabit per second: no link has it, and load balancing divides by sums of such rates."""
+
+MAX_ROUND = (1 << 31) - 1
+"""A round a second for 68 years; the local API and the status page show it in 32 bits, and so a
+coordinate."""
+MAX_MASS = 2.0**32
+"""Push-sum weights add up to the number of peers, so no honest one comes near; and what a neighbour
+says is multiplied, added and divided by."""
+MAX_SEQUENCE = (1 << 63) - 1  # what the local API carries
+
+MAX_COUNT = (1 << 62) - 1
+"""Of versions, epochs, sequences: one more of any still fits a message, a frame and the local
+API."""
+MAX_BATCH = 1024  # as the local API has it
 
 
 def is_sane(record: Record) -> bool:
@@ -21,16 +36,42 @@ def is_sane(record: Record) -> bool:
     if not 0 < len(sides) == len(coordinates) <= 8:
         return False
     for coordinate, side in zip(coordinates, sides, strict=True):
-        if not 0 <= coordinate < side:
+        if not 0 <= coordinate < side <= MAX_ROUND:
             return False
     return (
         0 <= record.version < 1 << 62
-        and 0 <= record.round < 1 << 62
+        and 0 <= record.round <= MAX_ROUND
         and 0 <= record.shape.epoch < 1 << 31
         and 0 <= record.up_mbps <= MAX_MBPS
         and 0 <= record.down_mbps <= MAX_MBPS
         and len(record.schema) <= 32
     )
+
+
+def is_fair(letter: Letter) -> bool:
+    """Can a trainer go on with what travels beside a neighbour's message?"""
+    return 0 <= letter.mass <= MAX_MASS and 0 <= letter.sequence <= MAX_SEQUENCE
+
+
+def is_steady(message: StoreMessage) -> bool:
+    """Can a store go on with this? Its roles count with what it says, divide by the batch and look
+    for the owner of every part."""
+    counts = [getattr(message, name, 0) for name in ("epoch", "number", "sequence")]
+    version = getattr(message, "version", 0)
+    counts.append(version + 1 if isinstance(message, StoreHave) else version)  # -1: none
+    counts.append(getattr(getattr(message, "ballot", None), "epoch", 0))
+    applied: tuple[Applied, ...] = getattr(message, "applied", ())
+    rules: Rules | None = getattr(message, "rules", None)
+    return (
+        all(0 <= count <= MAX_COUNT for count in counts)
+        and all(0 <= one.sequence <= MAX_COUNT for one in applied)
+        and (rules is None or _can_be_kept(rules))
+        and (not isinstance(message, StoreTerms) or bool(message.owners))
+    )
+
+
+def _can_be_kept(rules: Rules) -> bool:
+    return 1 <= rules.batch <= MAX_BATCH and 0 <= rules.max_staleness < 1 << 32
 
 
 def is_sound(group: Group, params: Params) -> bool:
@@ -44,6 +85,7 @@ def is_sound(group: Group, params: Params) -> bool:
         and all(0 <= rate <= MAX_MBPS for m in group.members for rate in (m.up_mbps, m.down_mbps))
         and not outliers(group.members, params)
         and 1 <= len(group.shape.sides) <= 8
+        and 0 <= group.round <= MAX_ROUND
     )
 
 
@@ -69,7 +111,10 @@ def norm_limit(members: Sequence[Member], params: Params) -> float | None:
     norms = sorted(member.norm for member in members if member.norm > 0)
     if len(norms) < 3:
         return None  # of two, nobody can say which one is wrong
-    return params.max_norm_ratio * norms[len(norms) // 2]
+    median = norms[len(norms) // 2]
+    if median >= MAX_NORM:
+        return None  # most have more than can be said: how much more, nobody knows
+    return params.max_norm_ratio * median
 
 
 def outliers(members: Sequence[Member], params: Params) -> list[str]:

@@ -306,9 +306,11 @@ class Round:
             bad_name = shared.layout.tensor_at(part, bad)
             return raw, (Reason.NOT_FINITE, f"tensor {bad_name!r}"), math.nan
         limit = shared.norm_limit
-        if limit is not None and math.isfinite(squared) and squared > limit * limit:
+        # Of float64 above 1e154 the square is infinite, and so above any limit there is.
+        if limit is not None and squared > limit * limit:
             name = shared.layout.tensor_at(part, 0)
-            words = f"norm {math.sqrt(squared):.3g} from tensor {name!r} on, at most {limit:.3g}"
+            norm = f"{math.sqrt(squared):.3g}" if math.isfinite(squared) else "above 1e154"
+            words = f"norm {norm} from tensor {name!r} on, at most {limit:.3g}"
             return raw, (Reason.NORM, words), squared
         return values, None, squared
 

@@ -9,6 +9,7 @@ left behind, and nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hashlib
@@ -19,8 +20,11 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from moshpitd.errors import TrainerError
 from moshpitd.tensors.blocks import Blocks
@@ -158,6 +162,30 @@ def create_bucket(
         os.close(descriptor)
     mapping[:8] = MAGIC + API.to_bytes(4, "little")
     return Bucket(path, mapping, nbytes=nbytes, blocks=blocks)
+
+
+async def make_bucket(
+    in_thread: Callable[..., Awaitable[Any]],
+    buffers_dir: Path,
+    *,
+    nbytes: int,
+    data_dir: Path,
+    blocks: Blocks | None = None,
+) -> Bucket:
+    """The same in a thread. Whoever waits may be cancelled, because its trainer died: then no file
+    is left that nobody would close."""
+    make = partial(create_bucket, buffers_dir, nbytes=nbytes, data_dir=data_dir, blocks=blocks)
+    making = asyncio.ensure_future(in_thread(make))
+    try:
+        return cast(Bucket, await asyncio.shield(making))
+    except asyncio.CancelledError:
+        making.add_done_callback(_close_made)
+        raise
+
+
+def _close_made(made: asyncio.Future[Any]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
 
 
 def sweep(buffers_dir: Path, *, data_dir: Path) -> list[Path]:

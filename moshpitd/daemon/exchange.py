@@ -192,6 +192,8 @@ class Exchange:
             bucket = run.buckets.pop(trainer, None)
             if bucket is None:
                 return
+            if self.edges is not None:
+                self.edges.pairs.gone(name, trainer)
             if any(current.uses(bucket) for current in run.rounds.values()):
                 run.leaving.append(bucket)
                 return

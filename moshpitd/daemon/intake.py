@@ -73,9 +73,12 @@ class Intake:
             log.exception("a frame from %s could not be handled", peer_id)
             self._drop("internal")
 
-    def admit(self, group: bytes, target: Target) -> None:
-        """Frames of this id have somewhere to go from now on, also those that came early."""
+    def admit(self, group: bytes, target: Target) -> bool:
+        """Frames of this id have somewhere to go from now on, also those that came early. False,
+        and nothing has changed: it is open already, and a peer that chose it chose another's."""
         with self._changed:
+            if group in self._targets:
+                return False
             self._targets[group] = target
             self._closed.pop(group, None)
             early = self._early.take(group)
@@ -86,6 +89,7 @@ class Intake:
 
         for held in early:
             self._submit(partial(deliver, held))
+        return True
 
     def shut(self, group: bytes, *, counters: tuple[int, int] = (0, 0)) -> None:
         """Frames of this id are dropped from now on. `counters` are kept for whoever asks."""

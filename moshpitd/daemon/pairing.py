@@ -25,7 +25,7 @@ from moshpitd.tensors.blocks import DECODED, FIRST_SLOT, MESSAGE
 from moshpitd.tensors.codecs import RAW
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Tensor, bytes_of, fresh, tensor_of, untyped
-from moshpitd.tensors.pairs import add_in_place, settle
+from moshpitd.tensors.pairs import add_in_place, can_add, settle
 from moshpitd.tensors.reduction import examine
 
 log = logging.getLogger(__name__)
@@ -59,20 +59,23 @@ class Values:
             add_in_place(self.layout, self.block(FIRST_SLOT), self.block(MESSAGE))
             self.block(DECODED).copy_(self.block(FIRST_SLOT))
 
-    def add_once(self, nonce: bytes, difference: Tensor) -> None:
-        """As the active one."""
+    def add_once(self, nonce: bytes, difference: Tensor) -> bool:
+        """As the active one. False, and nothing is added: the sum would not be finite."""
         with self.lock:
             if nonce in self.applied:
-                return
+                return True
+            if not can_add(self.layout, self.block(FIRST_SLOT), difference):
+                return False
             add_in_place(self.layout, self.block(FIRST_SLOT), difference)
             self.applied[nonce] = None
             while len(self.applied) > APPLIED_REMEMBERED:
                 self.applied.popitem(last=False)
+            return True
 
-    def settle(self, theirs: Tensor) -> None:
-        """As the passive one."""
+    def settle(self, theirs: Tensor) -> bool:
+        """As the passive one. False, and nothing has changed: it would not be finite."""
         with self.lock:
-            settle(self.layout, self.block(FIRST_SLOT), theirs)
+            return settle(self.layout, self.block(FIRST_SLOT), theirs)
 
     def copy(self) -> Tensor:
         with self.lock:
@@ -98,9 +101,15 @@ class PairPlane:
             return
         values = Values(run.layout, bucket)
         values.start()
-        for key in [key for key in self._values if key[0] == name]:
+        for key in [key for key in list(self._values) if key[0] == name]:
             self._values.pop(key, None)  # a trainer of before, which is gone
         self._values[name, trainer] = values
+        if run.buckets.get(trainer) is not bucket:  # gone meanwhile
+            self.gone(name, trainer)
+
+    def gone(self, name: str, trainer: str) -> None:
+        """With a trainer goes the memory of its parameters."""
+        self._values.pop((name, trainer), None)
 
     def add(self, name: str, trainer: str) -> bool:
         """Add what it brought; False if it never started. Blocks."""
@@ -114,8 +123,8 @@ class PairPlane:
         """The run is over."""
         for nonce in [one for one, half in self._open.items() if half.run == run]:
             self.close(nonce)
-        for key in [key for key in self._values if key[0] == run]:
-            del self._values[key]
+        for key in [key for key in list(self._values) if key[0] == run]:
+            self._values.pop(key, None)
 
     # -- what the core asks for
 
@@ -147,13 +156,17 @@ class PairPlane:
         if effect.active and effect.nonce in values.applied:
             plane.post(run.name, PairArrived(effect.nonce))
             return
-        half = self._open[effect.nonce] = Half(effect, run.name, values, plane)
+        half = Half(effect, run.name, values, plane)
+        if not plane.intake.admit(effect.nonce, half):
+            # The id of a round that runs here, or of another meeting: its frames stay its own.
+            plane.post(run.name, PairFailed(effect.nonce, Reason.REFUSED))
+            return
+        self._open[effect.nonce] = half
         plane.pulse.watch(run.name, effect.nonce, [effect.peer])
         # The smaller PeerID dials, unless the other one cannot be dialled.
         ours = self._peer_id < effect.peer
         dials = bool(effect.addresses) if ours else not effect.dialled
         plane.link(run, effect.peer, effect.addresses, dials=dials)
-        plane.intake.admit(effect.nonce, half)
 
     def _push(self, half: Half) -> None:
         """In the pool, because it copies or averages all values."""
@@ -186,9 +199,10 @@ class Half:
         with self._changed:
             if self._closed or self._left:
                 return None
-            if not self._settled:
-                self._values.settle(self._staged)
-                self._settled = True
+            if not self._settled and not self._values.settle(self._staged):
+                self._unusable()
+                return None
+            self._settled = True
         return self._frames(self._staged)
 
     def close(self) -> None:
@@ -214,16 +228,21 @@ class Half:
             if self._over():
                 return
             if not sound:
-                self._closed = True
-                self._plane.post(self.run, PairFailed(self.nonce, Reason.NOT_FINITE))
+                self._unusable()
                 return
             self.received += part.nbytes
             self._left.discard(part.index)
             if self._left:
                 return
-            if self.active:
-                self._values.add_once(self.nonce, self._staged)
+            if self.active and not self._values.add_once(self.nonce, self._staged):
+                self._unusable()
+                return
             self._plane.post(self.run, PairArrived(self.nonce))
+
+    def _unusable(self) -> None:
+        """Lock held. Nothing of it is applied, and nothing more is taken."""
+        self._closed = True
+        self._plane.post(self.run, PairFailed(self.nonce, Reason.NOT_FINITE))
 
     def _over(self) -> bool:
         """A method, because it may have changed since it was looked at last."""

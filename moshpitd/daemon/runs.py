@@ -37,7 +37,7 @@ from moshpitd.core.handover import dependants
 from moshpitd.core.outcome import Outcome, Status
 from moshpitd.core.store_words import StoreClosed
 from moshpitd.daemon import sharing
-from moshpitd.daemon.buffers import Bucket, create_bucket
+from moshpitd.daemon.buffers import Bucket, make_bucket
 from moshpitd.daemon.choosing import Choice
 from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.edges import EdgePlane
@@ -51,13 +51,14 @@ from moshpitd.daemon.trainers import (
     Step,
     Trainer,
     blocks_of,
+    checked_action,
     checked_mix,
     checked_timeout,
     refusal_of,
+    schema_of,
     schema_text,
 )
 from moshpitd.rpc.status import refusal
-from moshpitd.tensors.blocks import Blocks
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 
@@ -140,22 +141,20 @@ class Run:
             attachment.check_company(self.name, self.trainers.values())
             self._settle_layout(layout)
             blocks = blocks_of(attachment, layout, self.driver.peer.params.max_group)
-            bucket = await ground.in_thread(_make_bucket, ground, layout.nbytes, blocks)
+            make = partial(
+                make_bucket, ground.in_thread, ground.buffers_dir,
+                nbytes=layout.nbytes, data_dir=ground.data_dir,
+            )  # fmt: skip
+            bucket = await make(blocks=blocks)
             trainer = Trainer(secrets.token_hex(8), attachment, bucket, asyncio.Event())
             if attachment.shared:
-                make = partial(ground.in_thread, _make_bucket, ground, layout.nbytes, None)
                 trainer.shared = await sharing.join(self.trainers.values, bucket, make)
             ground.exchange.add_bucket(self.name, trainer.name, bucket)
             self.trainers[trainer.name] = trainer
         log_event(
-            log,
-            logging.INFO,
-            "trainer attached",
-            run=self.name,
-            trainer=trainer.name,
-            client=attachment.client,
-            bytes=layout.nbytes,
-        )
+            log, logging.INFO, "trainer attached",
+            run=self.name, trainer=trainer.name, client=attachment.client, bytes=layout.nbytes,
+        )  # fmt: skip
         asyncio.get_running_loop().call_later(HOLD_WITHIN_S, self._expect_hold, trainer.name)
         return trainer
 
@@ -308,18 +307,19 @@ class Run:
     async def meet(self, name: str, request: Any) -> AsyncGenerator[Step, None]:
         """Leave parameters here, add to them, or have them meet a neighbour's."""
         topology, timeout_s = self._topology(name, pairs=True), checked_timeout(request.timeout_s)
+        action = checked_action(request.action)
         trainer, edges = self._begin(name, request.generation), self._ground.exchange.edges
         in_thread = self._ground.in_thread
         assert edges is not None  # while the node lives
         try:
-            if request.action == "meet":
+            if action == "meet":
                 event = MeetAsked(name, trainer.token, topology, timeout_s)
                 async with aclosing(self._watch(trainer, event)) as steps:
                     async for step in steps:
                         yield step
                 return
             await self._check_finite(trainer)
-            if request.action == "start":
+            if action == "start":
                 await self._introduce(trainer)
                 await in_thread(edges.pairs.start, self.name, name)
                 self.driver.handle(ValuesKept(name))
@@ -348,12 +348,18 @@ class Run:
 
     @contextmanager
     def between_rounds(self, name: str, generation: int) -> Iterator[Any]:
+        """Bucket, layout and residuals, while no round changes these. What was done with them is
+        refused if another trainer's call began one meanwhile."""
+        state = self.driver.peer.state
         if self.driver.peer.work is not None:
             raise refusal("bucket_busy", f"run {self.name!r} is in a round")
         trainer = self._begin(name, generation)
         try:
             owed = self._ground.exchange.residuals(self.name, settle=True)
+            before = state.attempts, {} if owed is None else owed.dropped
             yield trainer.bucket, self.layout, owed
+            if before != (state.attempts, {} if owed is None else owed.dropped):
+                raise refusal("bucket_busy", f"run {self.name!r} began a round; ask again")
         finally:
             self._end(trainer)
 
@@ -406,7 +412,7 @@ class Run:
             digest = b""
             if attachment.topology:
                 # What lies in the bucket is a message: nobody starts from it, and all are equal.
-                digest = layout.schema_digest
+                digest = schema_of(layout, attachment)
             elif not self._takes_ours(attachment.version, layout):
                 # These tensors become the node's own: what others get from us must be sound.
                 await self._check_finite(trainer)
@@ -419,8 +425,8 @@ class Run:
             self.driver.handle(
                 Attached(
                     trainer=trainer.name,
-                    schema=layout.schema_digest,
-                    schema_text=schema_text(layout),
+                    schema=schema_of(layout, attachment),
+                    schema_text=schema_text(layout, attachment),
                     part_sizes=tuple(part.nbytes for part in layout.parts),
                     digest=digest,
                     version=attachment.version,
@@ -491,7 +497,3 @@ class Run:
         sent, received = self.history.bytes_of(outcome.group_id)
         delta = trainer.bucket.deltas is not None
         return Ended(outcome, self.driver.peer.lineage, sent, received, delta)
-
-
-def _make_bucket(ground: Ground, nbytes: int, blocks: Blocks | None) -> Bucket:
-    return create_bucket(ground.buffers_dir, nbytes=nbytes, data_dir=ground.data_dir, blocks=blocks)

@@ -7,6 +7,7 @@ checks use, because not every trainer uses the client library.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
 from collections.abc import Collection
@@ -18,6 +19,7 @@ from moshpitd.core.messages import Lineage
 from moshpitd.core.neighbours import most_neighbours
 from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
 from moshpitd.core.params import Params
+from moshpitd.core.soundness import MAX_MASS, MAX_SEQUENCE
 from moshpitd.core.topologies import NAMES
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.daemon.choosing import AUTO
@@ -65,6 +67,17 @@ class Attachment:
             )
         if len(self.founder) > 128:
             raise TrainerError(f"founder of {len(self.founder)} characters, expected a PeerID")
+
+    @property
+    def manner(self) -> str:
+        """How the run's peers meet, in words; empty where they average in groups. All have to: who
+        averages waits for parts that a neighbour never sends, and two topologies are two
+        matrices."""
+        if not self.topology:
+            return ""
+        if self.pairs:
+            return f"meetings of two on topology {self.topology}"
+        return f"exchanges{' of differences' if self.full else ''} on topology {self.topology}"
 
     def check_company(self, run: str, others: Collection[Trainer]) -> None:
         """May it join the run's `others` on this node?"""
@@ -134,14 +147,23 @@ class Ask:
 
 def checked_mix(request: Any, topology: str) -> Mix:
     """From an ExchangeRequest."""
-    if not 0 <= request.mass < math.inf:
-        raise refusal("mass_out_of_range", f"mass {request.mass}, expected a number from 0 up")
-    if request.sequence >= MAX_VERSION or len(request.knows) > MAX_KNOWN:
+    if not 0 <= request.mass <= MAX_MASS:
+        raise refusal(
+            "mass_out_of_range", f"mass {request.mass}, expected a number from 0 to {MAX_MASS:.0f}"
+        )
+    if request.sequence > MAX_SEQUENCE or len(request.knows) > MAX_KNOWN:
         raise TrainerError(
             f"sequence {request.sequence} and {len(request.knows)} peers that know us, expected a "
             f"count below 2^63 and at most {MAX_KNOWN}"
         )
     return Mix(topology, request.sequence, request.mass, request.full, tuple(request.knows))
+
+
+def checked_action(action: str) -> str:
+    """Of a MeetRequest: a word that nobody knows must not be an update of parameters."""
+    if action not in ("start", "add", "meet"):
+        raise TrainerError(f"action {action[:40]!r}, expected start, add or meet")
+    return action
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +253,24 @@ def blocks_of(attachment: Attachment, layout: Layout, max_group: int) -> Blocks 
     return Blocks(layout.nbytes, slots, attachment.full)
 
 
-def schema_text(layout: Layout) -> str:
+def schema_of(layout: Layout, attachment: Attachment) -> bytes:
+    """What a run's peers agree on: the tensors, and how they meet."""
+    digest = layout.schema_digest
+    if not attachment.manner:
+        return digest
+    text = digest + attachment.manner.encode()
+    return hashlib.blake2b(text, digest_size=len(digest)).digest()
+
+
+def schema_text(layout: Layout, attachment: Attachment) -> str:
     """The schema for other peers' eyes: a line per tensor by name, cut to what a record carries.
 
-    The part size is part of the schema and stands last, so that a difference in it is found too.
+    The part size and the manner are part of it and stand last, so that a difference there is found
+    too.
     """
     last = f"parts of {layout.part_bytes} bytes"
+    if attachment.manner:
+        last += f" in {attachment.manner}"
     lines: list[str] = []
     room = SCHEMA_TEXT_BYTES - len(last)
     for spec in sorted(layout.specs, key=lambda spec: spec.name):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Tensor
+from moshpitd.tensors.reduction import first_nonfinite
 from moshpitd.tensors.rules.adpsgd import average_delta
 
 
@@ -18,13 +19,25 @@ def add_in_place(layout: Layout, values: Tensor, update: Tensor) -> None:
         layout.part_view(values, part).add_(layout.part_view(update, part))
 
 
-def settle(layout: Layout, own: Tensor, other: Tensor) -> None:
-    """own <- the mean of both; `other` becomes what the other side has to add to its own."""
+def can_add(layout: Layout, values: Tensor, update: Tensor) -> bool:
+    """Whether all of the sum is finite: that of two finite numbers may not be."""
+    return all(
+        first_nonfinite(layout.part_view(values, part) + layout.part_view(update, part)) is None
+        for part in _means(layout)
+    )
+
+
+def settle(layout: Layout, own: Tensor, other: Tensor) -> bool:
+    """own <- the mean of both; `other` becomes what the other side has to add to its own. False,
+    and `own` is as it was: some difference overflows."""
     for part in _means(layout):
         mine, theirs = layout.part_view(own, part), layout.part_view(other, part)
-        delta = average_delta(theirs, mine)
-        mine.sub_(delta)
-        theirs.copy_(delta)
+        theirs.copy_(average_delta(theirs, mine))
+        if first_nonfinite(theirs) is not None:
+            return False
+    for part in _means(layout):
+        layout.part_view(own, part).sub_(layout.part_view(other, part))
+    return True
 
 
 def _means(layout: Layout) -> list[Part]:

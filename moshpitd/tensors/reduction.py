@@ -154,7 +154,7 @@ def examine(values: Tensor) -> tuple[int | None, float]:
     """(index of the first NaN or infinity or None, squared Euclidean norm) of a 1-D tensor.
 
     One pass for both: the dot product with itself is finite only if every element is. float64
-    values above 1e154 have the norm infinity, which says nothing. Integers: (None, 0.0).
+    values above 1e154 have the norm infinity: more than any bound. Integers: (None, 0.0).
     """
     if not values.dtype.is_floating_point:
         return None, 0.0

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moshpitd.client import DaemonUnavailable, TrainerError
+from moshpitd.daemon.buffers import Bucket, create_bucket
+from moshpitd.errors import MoshpitError
 from moshpitd.rpc.calls import Calls
 from moshpitd.rpc.channel import sync_channel
 from moshpitd.rpc.stubs import SERVICE, messages, services
@@ -91,6 +94,48 @@ async def test_a_trainer_that_never_holds_is_dropped(
     reply = await swarm.call(calls.attach, request("unheld"), 5.0)
     assert [str(path) for path in buckets(swarm)] == [reply.bucket_path]
     await until(lambda: not buckets(swarm), timeout_s=2.0, what="the bucket is gone")
+    calls.close()
+
+
+async def test_a_trainer_that_gives_up_while_its_bucket_is_made_leaves_none(
+    swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, ended = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **more: Any) -> Bucket:
+        made = create_bucket(*arguments, **more)
+        go.wait(10.0)
+        ended.set()
+        return made
+
+    monkeypatch.setattr("moshpitd.daemon.buffers.create_bucket", slow)
+    calls = Calls(swarm.socket(0))
+    with pytest.raises(MoshpitError):
+        await swarm.call(calls.attach, request("impatient"), 0.5)
+    await until(lambda: len(buckets(swarm)) == 1, timeout_s=2.0, what="the bucket is made")
+    go.set()
+    await swarm.call(ended.wait, 10.0)
+    await until(lambda: not buckets(swarm), timeout_s=2.0, what="the bucket is gone")
+    calls.close()
+
+
+async def test_residuals_are_given_between_rounds_and_to_who_is_known(swarm: LocalSwarm) -> None:
+    calls = Calls(swarm.socket(0))
+    nobody = messages.ResidualsRequest(trainer="nobody")
+    with pytest.raises(TrainerError) as refused:
+        await swarm.call(calls.get_residuals, nobody, 5.0)
+    assert refused.value.reason == "unknown_trainer"
+    reply = await swarm.call(calls.attach, request("owing"), 5.0)
+    run = swarm.node(0).runs["owing"]
+    with run.between_rounds(reply.trainer, 0):
+        pass
+    with (
+        pytest.raises(TrainerError, match="began a round") as late,
+        run.between_rounds(reply.trainer, 0),
+    ):
+        run.driver.peer.state.attempts += 1  # another trainer's call, while a thread copies
+    assert late.value.reason == "bucket_busy"
+    await swarm.call(calls.detach, reply.trainer, 5.0)
     calls.close()
 
 

@@ -305,6 +305,7 @@ def open_round(
     *,
     late: Mapping[int, tuple[str, ...]] | None = None,
     trainers: Mapping[int, tuple[tuple[str, int], ...]] | None = None,
+    norm_limit: float | None = None,
 ) -> tuple[int, ...]:
     """Open it in all of `made`; parts go round the members. Returns the reducers."""
     count = len(group.members)
@@ -322,6 +323,7 @@ def open_round(
                 mine,
                 (late or {}).get(index, ()),
                 group.members[index].weight,
+                norm_limit,
             ),
         )
     return reducers

@@ -22,6 +22,7 @@ from moshpitd.core.messages import (
 )
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
+from moshpitd.core.swarm import EXPIRE_S
 from moshpitd.core.swarm import Swarm as Known
 from moshpitd.core.takeover import MAX_TURNS
 from tests.kit.hands import Hands, record_of
@@ -189,7 +190,27 @@ def test_a_full_memory_of_peers_takes_a_new_one_only_for_one_that_is_gone() -> N
     assert not known.hear(replace(record, peer_id="p03"), 0.0, direct=False)
     known.lose("p02", Reason.LINK_LOST)
     assert known.hear(replace(record, peer_id="p04"), 5.0, direct=True)
-    assert known.expire(5.0 + known.params.heard_fresh_s + 1.0) == ["p01", "p04"]
+    assert known.expire([], 5.0 + known.params.heard_fresh_s) == ["p01"]
+    assert not known.expire([], 6.0 + known.params.heard_fresh_s), "looked a moment ago"
+    late = 5.0 + known.params.heard_fresh_s + EXPIRE_S
+    assert not known.expire(["p04"], late), "the directory still names it"
+    assert known.expire([], late + EXPIRE_S) == ["p04"]
+
+
+def test_who_is_heard_of_no_more_is_forgotten_with_the_next_answer_of_the_directory() -> None:
+    hands = Hands(3)
+    hands.attach_all()
+    hands.settle()
+    peer = hands.nodes["p00"].peer
+    swarm, key = peer.state.swarm, peer.state.presence.key
+    assert list(swarm.heard) == ["p01", "p02"]
+    swarm.lose("p02", Reason.UNREACHABLE)
+    now = hands.now + peer.params.heard_fresh_s + 1.0
+    peer.handle(ev.Found(key, (), ok=False), now)
+    assert list(swarm.heard) == ["p01", "p02"], "no answer says nothing"
+    peer.handle(ev.Found(key, (record_of(hands.nodes["p01"].peer),), ok=True), now)
+    assert list(swarm.heard) == ["p01"]
+    assert swarm.is_lost("p02"), "an old record of it is no news"
 
 
 # -- what the simulator found

@@ -191,6 +191,20 @@ def test_an_edge_that_the_other_end_drops_is_dropped() -> None:
     assert machine.finished.row == Row(1.0, (), (other,))
 
 
+@pytest.mark.parametrize(("mass", "sequence"), [(-1.0, 5), (1e30, 5), (1.0, -1), (1.0, 1 << 63)])
+def test_a_letter_that_nobody_can_go_on_with_drops_the_edge(mass: float, sequence: int) -> None:
+    """A negative mass would make the sum of masses 0; a sequence that no reply to the trainer can
+    carry would end its call."""
+    world = pair()
+    machine, other = world.machines[world.names[0]], world.names[1]
+    for left in reversed(range(len(PARTS))):
+        machine.handle(EdgeArrived(world.group.group_id, 1, left), 0.1)
+    machine.receive(other, Letter(world.group.group_id, sequence, mass, False), 0.2)
+    assert said(world, 0) == [Counts(world.group.group_id, False)]
+    assert ended(machine).row == Row(1.0, (), (other,))
+    assert ended(machine).excluded == ((other, Reason.REFUSED),)
+
+
 def test_a_message_that_is_not_finite_or_not_ours_drops_the_edge() -> None:
     for refused in (True, False):
         world = pair()

@@ -24,7 +24,7 @@ from moshpitd.core.events import (
     Undelivered,
     ValuesKept,
 )
-from moshpitd.core.messages import Lineage, Pair, PairAnswer, Record
+from moshpitd.core.messages import Hello, Lineage, Pair, PairAnswer, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.pairs import KEPT
 from moshpitd.core.params import Params
@@ -281,6 +281,12 @@ def invited(ring: Ring, nonce: bytes, sender: str = "peer1", *, again: bool = Fa
     return sent[0].message
 
 
+def introduce(ring: Ring, name: str, schema: bytes = b"schema") -> None:
+    """peer0 knows of it from now on."""
+    record = Record(name, 1, schema, 0, Lineage(name, b"digest"), addresses=("h:1",))
+    ring.nodes["peer0"].peer.state.swarm.hear(record, 0.0, direct=True)
+
+
 def ends(effects: list[Effect]) -> list[tuple[str, Status, Reason | None]]:
     found = [effect for effect in effects if isinstance(effect, Finish)]
     return [(one.token, one.outcome.status, one.outcome.reason) for one in found]
@@ -361,6 +367,52 @@ def test_values_of_our_own_that_are_gone_are_nobodys_fault() -> None:
     assert ring.nodes["peer0"].peer.state.swarm.strikes("peer1", 0.0) == 0.0
 
 
+def test_who_is_unknown_or_struck_out_is_not_met() -> None:
+    ring = Ring(2, 0)
+    peer0 = ring.nodes["peer0"].peer
+    stranger = Received("stranger", Pair(NONCE))
+    peer0.handle(stranger, 0.0)
+    sent = [e.message for e in peer0.take_effects() if isinstance(e, Send) and e.to == "stranger"]
+    assert sent == [Hello(peer0.record), PairAnswer(NONCE)], "it is asked who it is"
+    introduce(ring, "stranger", b"other tensors")
+    assert invited(ring, NONCE, "stranger") == PairAnswer(NONCE)
+    introduce(ring, "liar")
+    for index in range(int(Params().max_strikes)):
+        assert invited(ring, bytes([index]) * 16, "liar").ready
+        tell(ring, "peer0", PairFailed(bytes([index]) * 16, Reason.NOT_FINITE))
+    assert invited(ring, NONCE, "liar") == PairAnswer(NONCE)
+    assert invited(ring, NONCE).ready, "of which the others know nothing"
+
+
+def test_a_name_that_cannot_be_one_is_a_strike() -> None:
+    for length in (0, 15, 17):
+        ring = Ring(2, 0)
+        assert not invited(ring, b"n" * length).ready
+        assert ring.nodes["peer0"].peer.state.swarm.strikes("peer1", 0.0) == 1.0
+    ring = Ring(2, 0)
+    nonce = asks(ring, "1").nonce
+    effects = tell(ring, "peer1", Received("peer0", Pair(nonce)))
+    assert effects == [Send("peer0", PairAnswer(nonce))], "ours is not opened a second time"
+
+
+def test_values_of_a_trainer_that_left_meanwhile_are_not_met() -> None:
+    ring = Ring(2, 0)
+    tell(ring, "peer0", TrainerGone("t"))
+    tell(ring, "peer0", ValuesKept("t"))  # its copying ended after its trainer had
+    assert not invited(ring, NONCE).ready
+
+
+def test_partners_that_never_come_back_are_forgotten_some_day() -> None:
+    ring = Ring(2, 0)
+    pairs = ring.nodes["peer1"].peer.pairs
+    most = Params().max_candidates
+    pairs.unsure = {f"gone{index}": b"" for index in range(most)}
+    ready(ring, asks(ring, "1").nonce)
+    assert len(pairs.unsure) == most
+    assert "gone0" not in pairs.unsure
+    assert "peer0" in pairs.unsure
+
+
 def test_a_passive_peer_moves_once_per_meeting() -> None:
     ring = Ring(2, 0)
     assert invited(ring, NONCE).ready
@@ -373,6 +425,7 @@ def test_the_oldest_difference_is_forgotten_and_not_given_to_its_active() -> Non
     ring = Ring(2, 0)
     nonces = [bytes([index]) * 16 for index in range(KEPT + 1)]
     for index, nonce in enumerate(nonces):
+        introduce(ring, f"active{index}")
         assert invited(ring, nonce, f"active{index}").ready
         arrived = tell(ring, "peer0", PairArrived(nonce))
         forgotten = [ClosePair(nonces[0])] if index == KEPT else []

@@ -3,8 +3,11 @@ where, and what is refused."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moshpitd.core.effects import OpenEdges, OpenPair
+from moshpitd.core.effects import ClosePair, OpenEdges, OpenPair
 from moshpitd.core.events import (
     EdgeArrived,
     EdgeRefused,
@@ -25,12 +28,15 @@ from moshpitd.core.messages import Group, Lineage, Member, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.buffers import HEADER_BYTES, Bucket, create_bucket
 from moshpitd.daemon.edges import Edges
+from moshpitd.daemon.intake import Intake
+from moshpitd.daemon.ongoing import Ongoing
 from moshpitd.daemon.pacing import Frame, Skipped
-from moshpitd.daemon.pairing import Half, Values
+from moshpitd.daemon.pairing import Half, PairPlane, Values
 from moshpitd.daemon.plane import Plane
 from moshpitd.net.frames import Header
 from moshpitd.tensors.blocks import DECODED, Blocks
 from moshpitd.tensors.layout import Layout, TensorSpec
+from tests.kit.planes import RUN, planes
 
 SPECS = (TensorSpec("w", (200,), "float32"), TensorSpec("v", (3,), "float64"))
 LAYOUT = Layout.from_specs(SPECS, part_bytes=512)
@@ -158,6 +164,52 @@ def test_nothing_is_written_after_the_end(sides: list[Side]) -> None:
             late(memoryview(b""))
 
 
+class ClosedFirst:
+    """The lock of an encoder that gets it only after the exchange was closed."""
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges, self._lock = edges, threading.Lock()
+
+    def __enter__(self) -> None:
+        edges, self._edges._coding = self._edges, self._lock
+        edges.close()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("writer", [False, True])
+def test_an_encoder_that_waited_for_its_turn_writes_nothing_after_the_end(
+    sides: list[Side], writer: bool
+) -> None:
+    one, _, _ = edges(sides)
+    one._coding = cast(Any, ClosedFirst(one))
+    if writer:
+        (_, payload), *_ = one.frames(in_full=False)
+        with pytest.raises(Skipped):
+            payload(memoryview(b""))
+    else:
+        one.encode_all()
+    assert not sides[0].block(DECODED).any()
+    assert sides[0].told == []
+
+
+def test_a_payload_that_breaks_its_codec_is_its_senders(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = edges(sides, "int8")
+    frames = sent(one.frames(in_full=False))
+    (header, payload), *_ = [it for it in frames if LAYOUT.parts[it[0].part].dtype == "float32"]
+
+    def broken(*_: object) -> None:
+        raise IndexError("an index that is none")
+
+    monkeypatch.setattr(two._codecs["float32"], "decode", broken)
+    two.take("p0", header, payload)
+    assert sides[1].told == [EdgeRefused(b"g" * 16, 0, Reason.CODEC)]
+
+
 def test_a_bucket_that_its_trainer_changes_ends_the_exchange(sides: list[Side]) -> None:
     one, _, _ = edges(sides)
     mapped = sides[0].bucket._mapping
@@ -231,3 +283,91 @@ def test_a_half_that_is_not_finite_is_not_applied(tmp_path: Path) -> None:
     assert side.told == [PairFailed(b"n" * 16, Reason.NOT_FINITE)]
     assert torch.equal(side.block(2), before)
     side.bucket.close()
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_half_that_would_make_ours_infinite_is_not_applied(tmp_path: Path, active: bool) -> None:
+    """Every value is finite, and a sum or a difference of two is not."""
+    side = Side(tmp_path, 0, Blocks(LAYOUT.nbytes, slots=1, full=False))
+    largest = [torch.finfo(view.dtype).max for view in LAYOUT.views(side.bucket.data)]
+    for view, most in zip(LAYOUT.views(side.bucket.data), largest, strict=True):
+        view[-1] = 0.9 * most
+    values = Values(LAYOUT, side.bucket)
+    values.start()
+    before = side.block(2).clone()
+    half = Half(OpenPair(b"n" * 16, "p1", (), "t", active=active), "r", values, side.plane)
+    other = Side(tmp_path, 1, Blocks(LAYOUT.nbytes, slots=1, full=False))
+    for view, most in zip(LAYOUT.views(other.bucket.data), largest, strict=True):
+        view[-1] = (0.9 if active else -0.9) * most
+    theirs = Values(LAYOUT, other.bucket)
+    theirs.start()
+    pushing = Half(OpenPair(b"n" * 16, "p0", (), "t", active=True), "r", theirs, other.plane)
+    for header, payload in sent(pushing.outgoing()):
+        half.take("p1", header, payload)
+    if not active:
+        assert half.outgoing() is None
+    assert side.told[-1] == PairFailed(b"n" * 16, Reason.NOT_FINITE)
+    assert torch.equal(side.block(2), before)
+    assert half.outgoing() is None or active, "nothing of it is sent"
+    side.bucket.close()
+    other.bucket.close()
+
+
+class Watched:
+    """What a plane of pairs asks of the pulse, the pacer and the links."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self.calls.append(name)
+
+
+def test_a_meeting_under_the_name_of_a_round_that_runs_takes_nothing_from_it(
+    tmp_path: Path,
+) -> None:
+    side = Side(tmp_path, 0)
+    others = Watched()
+    intake = Intake(side._drop, lambda task: task())
+    run = Ongoing("r", LAYOUT, cast(Any, None), None, buckets={"t": side.bucket})
+    side.plane = replace(
+        side.plane, intake=intake, pacer=cast(Any, others), pulse=cast(Any, others),
+        link=others.link, run=lambda _: run,
+    )  # fmt: skip
+    plane = PairPlane(side.plane, "p0")
+    plane.start("r", "t")
+    (running, _, _) = edges([side, side, side])
+    intake.add_run(running.run_hash)
+    assert intake.admit(b"g" * 16, running)
+    opened = OpenPair(b"g" * 16, "p1", (), "t", active=False)
+    plane.handle(run, opened)
+    assert side.told == [PairFailed(b"g" * 16, Reason.REFUSED)]
+    plane.handle(run, ClosePair(b"g" * 16))
+    assert others.calls == []
+    header = Header(sent_kind(), running.run_hash, b"g" * 16)
+    intake.on_frame("p1", header, memoryview(bytearray(LAYOUT.parts[0].nbytes)))
+    assert isinstance(side.told[-1], EdgeArrived), "the round still gets what is its own"
+    plane.handle(run, replace(opened, nonce=b"n" * 16))
+    assert "watch" in others.calls
+    side.bucket.close()
+
+
+def test_the_memory_of_parameters_goes_with_their_trainer(tmp_path: Path) -> None:
+    def mapped(path: str) -> bool:
+        return path in Path("/proc/self/maps").read_text()
+
+    blocks = Blocks(LAYOUT.nbytes, slots=1, full=False)
+    with planes(1, LAYOUT, tmp_path) as (plane,):
+        where, exchange = plane.where, plane.exchange
+        bucket = create_bucket(where, nbytes=LAYOUT.nbytes, data_dir=where, blocks=blocks)
+        path = str(bucket.path)
+        exchange.add_bucket(RUN, "t", bucket)
+        assert exchange.edges is not None
+        exchange.edges.pairs.start(RUN, "t")
+        del bucket
+        assert mapped(path)
+        exchange.remove_bucket(RUN, "t")
+        gc.collect()
+        assert not mapped(path)
+        exchange.edges.pairs.start(RUN, "t")  # was asked for before it left: nothing to keep
+        assert not exchange.edges.pairs.add(RUN, "t")

@@ -285,6 +285,27 @@ def test_a_contribution_that_is_not_finite_is_refused_by_tensor_name(tmp_path: P
                 assert abs(float(got[20, 3]) - float(value[20, 3])) <= tolerance
 
 
+@pytest.mark.parametrize("value", [1e7, 1e153, 1e200, -1e308])
+def test_a_contribution_beyond_the_norm_limit_is_refused_also_where_its_square_overflows(
+    value: float, tmp_path: Path
+) -> None:
+    inputs = [some_tensors(seed) for seed in range(4)]
+    inputs[3]["wide"][5] = value
+    with planes(4, layout_of(inputs[0]), tmp_path) as made:
+        for plane, tensors in zip(made, inputs, strict=True):
+            plane.trainer("t", tensors)
+        group = group_of(made)
+        reducers = open_round(made, group, norm_limit=1e6)
+        play_round(made, group, reducers)
+        close_round(made, group)
+        refused = [e for plane in made for e in plane.quiet() if isinstance(e, PartRefused)]
+        assert {(e.sender, e.reason) for e in refused} == {(3, Reason.NORM)}
+        assert all("'wide'" in e.detail and "at most 1e+06" in e.detail for e in refused)
+        for plane in made[:3]:  # who sent it keeps what it has of its own part, if it reduces it
+            where = list(inputs[0]).index("wide")
+            assert plane.values("t")[where].abs().max() < 1e6
+
+
 # -- failures of our own work ---------------------------------------------------------------------
 
 
