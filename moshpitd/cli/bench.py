@@ -18,6 +18,7 @@ from moshpitd.cli import (
     bench_latency,
     bench_link,
     bench_namespaces,
+    bench_onebit,
     bench_overlap,
 )
 
@@ -33,5 +34,6 @@ app.command("link")(bench_link.link)
 app.command("death")(bench_death.death)
 app.command("freeze")(bench_freeze.freeze)
 app.command("churn")(bench_churn.churn)
+app.command("onebit")(bench_onebit.onebit)
 app.command("overlap")(bench_overlap.overlap)
 app.command("namespaces")(bench_namespaces.namespaces)
