@@ -9,9 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moshpitd.cli.bench_onebit import PEERS, expected_ratio, float16_bytes, report_of
+from moshpitd.cli.bench_onebit import PART_BYTES, PEERS, expected_ratio, report_of
 from moshpitd.cli.main import app
 from moshpitd.client.primitives import Coding
+from moshpitd.tensors.layout import Layout, specs_of
 from moshpitd.testing.bench.characters import (
     BATCH,
     CONTEXT,
@@ -28,21 +29,20 @@ from moshpitd.testing.bench.characters import (
     share,
     text,
 )
-from moshpitd.testing.bench.onebit import PART_BYTES, alone
+from moshpitd.testing.bench.onebit import alone, float16_bytes
 from moshpitd.testing.coding import Arithmetic, Brought, CodedAverage
 
-SHAPES = {"0.0": [300, 300], "0.1": [7]}  # 90,007 elements
-EACH = float16_bytes(SHAPES, peers=PEERS, part_bytes=PART_BYTES)
+TENSORS = {"0.0": torch.ones(300, 300), "0.1": torch.ones(7)}  # 90,007 elements
+EACH = float16_bytes(Layout.from_specs(specs_of(TENSORS), PART_BYTES), PEERS)
 
 
 def told(*, bytes_sent: float, onebit: float = 2.0, digests: tuple[int, ...] = (5, 5)) -> Any:
     return {
-        "shapes": SHAPES,
-        "part_bytes": PART_BYTES,
+        "float16_bytes": EACH,
         "trainers": [
             {
                 "losses": [9.0, *[onebit] * 5], "parameters": 90_007, "live": 90_007,
-                "digest": digest, "statuses": {"complete": 100}, "missed": 0,
+                "digest": digest, "statuses": {"complete": 100}, "missed": 0, "resyncs": 0,
             }
             for digest in digests
         ],
@@ -68,8 +68,7 @@ def test_the_formula_is_that_of_the_paper() -> None:
 def test_the_float16_volume_is_what_a_coded_average_sends() -> None:
     arithmetic = Arithmetic(part=PART_BYTES // 4)
     average = CodedAverage("all", Coding("float16", feedback=True), arithmetic)
-    tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-    average.work(0, {peer: Brought(tensors, 1) for peer in range(PEERS)})
+    average.work(0, {peer: Brought(TENSORS, 1) for peer in range(PEERS)})
     assert sum(average.sent.values()) == EACH == 6 * (2 * 90_007 + 6 * 4)
 
 
@@ -136,7 +135,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 @pytest.mark.parametrize("how", ["adam", "naive"])
 def test_those_in_one_process_learn(how: str) -> None:
-    found = alone({"how": how, "peers": 2, "steps": 12})["losses"]
+    found = alone({"how": how, "peers": 2, "steps": 12, "part_bytes": PART_BYTES})["losses"]
     assert len(found) == 12
     assert found[-1] < found[0]
 

@@ -90,7 +90,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).reshape(rows, length, WIDTH))
-        return x + self.narrow(nn.functional.gelu(self.widen(self.between(x))))
+        wide = nn.functional.gelu(self.widen(self.between(x)))
+        return torch.add(x, self.narrow(wide))
 
 
 class Characters(nn.Module):
@@ -106,7 +107,8 @@ class Characters(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])
-        return self.head(self.last(self.blocks(self.meaning(x) + self.place(places))))
+        logits: Tensor = self.head(self.last(self.blocks(self.meaning(x) + self.place(places))))
+        return logits
 
 
 def new_model() -> Characters:

@@ -24,6 +24,8 @@ from moshpitd.client.primitives import EXACT, Coding
 from moshpitd.client.result import Result
 from moshpitd.client.session import Session
 from moshpitd.client.swarm import SwarmOfDaemons
+from moshpitd.tensors.codecs import codec_for
+from moshpitd.tensors.layout import Layout
 from moshpitd.testing.bench.characters import (
     BETAS,
     EPS,
@@ -38,9 +40,6 @@ from moshpitd.testing.bench.orders import Answer, Order, serve
 from moshpitd.testing.coding import Arithmetic, Brought, CodedAverage
 
 CODEC, WARM_CODEC = "sign-l1", "float16"
-PART_BYTES = 1 << 16
-"""Elements of a part share one scale: 16,384 here, as many as a large matrix of this model has.
-One part for all (as in the default's 1 MiB) ended 1 % higher, and one node reduced it all."""
 MARKS = 40  # points of a loss curve
 ATTEMPTS, ATTEMPT_S = (
     20,
@@ -54,7 +53,8 @@ def alone(order: dict[str, Any]) -> Answer:
     peers, steps = int(order["peers"]), int(order["steps"])
     model, draws = new_model(), [batches(index, peers) for index in range(peers)]
     adam = torch.optim.Adam(model.parameters(), lr=0.0, betas=BETAS, eps=EPS)
-    average = CodedAverage(order["how"], CODINGS[order["how"]], Arithmetic(part=PART_BYTES // 4))
+    arithmetic = Arithmetic(part=int(order["part_bytes"]) // 4)  # of float32, as the daemons'
+    average = CodedAverage(order["how"], CODINGS[order["how"]], arithmetic)
     curve = Curve(model, steps)
     for step in range(steps):
         brought = {}
@@ -98,7 +98,7 @@ class Trainer:
         self._optimizer: OneBitAdam | None = None
         self._batches: Iterator[Batch] = iter(())
         self._curve: Curve | None = None
-        self._step = self._steps = 0
+        self._steps = 0
 
     def orders(self) -> dict[str, Order]:
         return {"open": self.open, "train": self.train, "close": self.close}
@@ -117,7 +117,9 @@ class Trainer:
             return {"error": f"met {result.contributors}, expected {peers} peers"}
         optimizer = by_name(
             OneBitAdam.algorithm, self._model.parameters(),
-            SwarmOfDaemons(self._session, heard=self._hear),
+            # Runs open at their first average, where two may meet before all four have attached;
+            # such a round is made again.
+            SwarmOfDaemons(self._session, heard=self._hear, min_participants=peers),
             lr=0.0, betas=BETAS, eps=EPS, freeze_step=int(order["freeze_step"]),
             codec=CODEC, warm_codec=WARM_CODEC,
         )  # fmt: skip
@@ -125,16 +127,14 @@ class Trainer:
         self._optimizer = optimizer
         self._batches = batches(self._index, peers)
         self._curve = Curve(self._model, self._steps) if self._index == 0 else None
-        return {
-            # By the names in the swarm: their order is the order of the values in a bucket.
-            "shapes": {slot.name: [*slot.parameter.shape] for slot in optimizer.slots()},
-            "part_bytes": self._session.layout.part_bytes,
-        }
+        return {"float16_bytes": float16_bytes(self._session.layout, peers)}
 
     def train(self, order: dict[str, Any]) -> Answer:
         optimizer = self._optimizer
         assert optimizer is not None
-        for step in range(self._step, int(order["until"])):
+        # By version, which all agree on: who missed an update counts on in step with the others,
+        # and another learning rate than theirs would be another parameter.
+        while (step := optimizer.version) < int(order["until"]):
             self._model.zero_grad()
             loss_of(self._model, *next(self._batches)).backward()
             for group in optimizer.param_groups:
@@ -142,7 +142,6 @@ class Trainer:
             optimizer.step()
             if self._curve is not None:
                 self._curve.look(step)
-        self._step = int(order["until"])
         live = sum(int((optimizer.kept(VARIANCE, s) != 0).sum()) for s in optimizer.slots())
         return {
             "losses": self._curve.losses if self._curve is not None else [],
@@ -162,7 +161,15 @@ class Trainer:
         return {}
 
     def _hear(self, run: str, result: Result) -> None:
-        self._statuses[result.status] += 1
+        self._statuses[f"{result.status}, {result.participants} inside"] += 1
+
+
+def float16_bytes(layout: Layout, peers: int) -> int:
+    """What one float16 group average of these float32 tensors makes all peers send: every part goes
+    from all but its reducer to that one, and from there to all of them."""
+    codec = codec_for(WARM_CODEC, "float32")
+    sizes = [codec.payload_bytes(part.numel, part.dtype) for part in layout.parts]
+    return 2 * (peers - 1) * sum(sizes)
 
 
 def main() -> None:
