@@ -19,6 +19,7 @@ from moshpitd.cli import (
     bench_latency,
     bench_link,
     bench_namespaces,
+    bench_onebit,
     bench_overlap,
 )
 
@@ -35,5 +36,6 @@ app.command("death")(bench_death.death)
 app.command("delay")(bench_delay.delay)
 app.command("freeze")(bench_freeze.freeze)
 app.command("churn")(bench_churn.churn)
+app.command("onebit")(bench_onebit.onebit)
 app.command("overlap")(bench_overlap.overlap)
 app.command("namespaces")(bench_namespaces.namespaces)

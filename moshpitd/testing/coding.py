@@ -67,6 +67,7 @@ class Arithmetic:
     seed: int = 0
     cut: Cut = Cut.PARTS
     coders: Mapping[str, Coder] = field(default_factory=dict)
+    part: int = PART_ELEMENTS  # elements of a piece where the cut is `PARTS`
 
     def code(self, codec: str, values: Tensor, draw: Draw) -> Tensor:
         own = self.coders.get(codec)
@@ -101,15 +102,18 @@ class Arithmetic:
                 pieces = list(pairwise(edges))
                 return numel, pieces, pieces
             case Cut.PARTS:
-                starts = range(0, max(numel, 1), PART_ELEMENTS)
-                pieces = [(start, min(start + PART_ELEMENTS, numel)) for start in starts]
+                starts = range(0, max(numel, 1), self.part)
+                pieces = [(start, min(start + self.part, numel)) for start in starts]
                 return numel, pieces, pieces
 
     def message(self, coding: Coding, tensors: Tensors, draw: Drawing) -> Tensors:
         """One peer's message to its neighbours as they decode it: pieces as on the way in, but a
         neighbour gets the whole vector, so no cut into n."""
         whole = Arithmetic(
-            self.seed, Cut.DEEPSPEED if self.cut is Cut.BAGUA else self.cut, self.coders
+            self.seed,
+            Cut.DEEPSPEED if self.cut is Cut.BAGUA else self.cut,
+            self.coders,
+            self.part,
         )
         found: dict[str, Tensor] = {}
         for names in by_dtype(tensors):

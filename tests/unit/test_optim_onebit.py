@@ -146,6 +146,24 @@ def test_a_checkpoint_goes_on_bit_for_bit_errors_included(name: str) -> None:
         assert torch.equal(one, other)
 
 
+def test_gradients_of_the_warm_up_may_travel_in_half_precision() -> None:
+    grads = normal(draws(3), 8, 2, 1000).float()
+    sent, ends = {}, {}
+    for codec in ("float32", "float16"):
+        swarm = ArithmeticSwarm(2)
+        team = Team(
+            swarm, "onebit-adam", [torch.ones(1000)] * 2, lr=0.02, freeze_step=8, warm_codec=codec
+        )
+        team.step(lambda i, k, x: grads[k][i], steps=8)
+        assert team.equal()
+        sent[codec] = sum(swarm.average("onebit-adam.warm").sent.values())
+        ends[codec] = team.xs[0]
+    assert sent["float32"] == 8 * 2 * 4 * 1000
+    assert sent["float16"] == 8 * 2 * (2 * 1000 + 4)
+    assert not torch.equal(ends["float16"], ends["float32"])
+    torch.testing.assert_close(ends["float16"], ends["float32"], rtol=0, atol=1e-3)
+
+
 # ---- Equal replicas.
 
 
