@@ -32,6 +32,9 @@ WIDTH, LAYERS, HEADS, CONTEXT = 64, 2, 4, 64
 BATCH = 16  # windows of one trainer's step: 15 ms of a core
 TEST_WINDOWS = 128  # 8,192 characters
 LR, BETAS, EPS = 5e-3, (0.9, 0.98), 1e-4
+"""Of 2, 3 and 5 thousandths the last was best. The epsilon bounds what one bit does to elements of
+small variance (the median of sqrt(v) is 1e-3): 1-bit Adam ends 1 % lower than with 1e-8, Adam 1 %
+higher. beta2 as in the first Transformer, so that a variance is worth freezing after 150 steps."""
 RISE, LEAST = 40, 0.1  # steps until the learning rate is whole; the share of it at the end
 
 
