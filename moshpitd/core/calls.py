@@ -76,6 +76,7 @@ class Calls:
         if first and not self.state.draining:
             self.state.presence.update(has_snapshot=self.state.donor.version is not None)
             self.state.presence.appear(now)
+            self.state.tell_everybody()
 
     def on_trainer_gone(self, trainer: str, now: float) -> None:
         if self.state.trainers.pop(trainer, None) is None:
@@ -98,7 +99,9 @@ class Calls:
         running exchange end."""
         if self.state.presence.present:
             for entry in self.state.swarm.live(self.state.record.schema):
-                self.state.effects.append(Send(entry.record.peer_id, Goodbye(reason)))
+                self.state.effects.append(
+                    Send(entry.record.peer_id, Goodbye(reason, self.state.record.sequence))
+                )
         self.state.presence.vanish()
         self.state.presence.update(has_snapshot=False)
         gone = reason is Reason.NO_TRAINER

@@ -419,9 +419,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """I am leaving (drain, stop, or my last trainer went): do not wait for me."""
+    """I am leaving (drain, stop, or my last trainer went): do not wait for me. `sequence` is that
+    of our record, 0 without one: who holds a later one knows that we have come back since."""
 
     reason: Reason
+    sequence: int = 0
 
 
 Message: TypeAlias = (

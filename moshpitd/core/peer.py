@@ -299,7 +299,7 @@ class Peer:
                 reply = (
                     Hello(self.state.record, answer=True)
                     if self.state.presence.present
-                    else Goodbye(Reason.NO_TRAINER)
+                    else Goodbye(Reason.NO_TRAINER, self.state.record.sequence)
                 )
                 self.state.effects.append(Send(sender, reply))
             elif work is None or work.attempt is None:
@@ -307,9 +307,10 @@ class Peer:
         elif isinstance(message, (Pair, PairAnswer)):
             self.pairs.receive(sender, message, now)
         elif isinstance(message, Goodbye):
-            self.hearing.lose(sender, message.reason, now)
-            self.pairs.lost(sender, message.reason)
-            self.storage.lost(sender, now)
+            if self.state.swarm.goes(sender, message):
+                self.hearing.lose(sender, message.reason, now)
+                self.pairs.lost(sender, message.reason)
+                self.storage.lost(sender, now)
         elif isinstance(message, STORE_MESSAGES):
             if is_steady(message):
                 self.storage.receive(sender, message, now)

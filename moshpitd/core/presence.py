@@ -75,6 +75,8 @@ class Presence:
         """
         self.present = self.storing = True
         self.every_s = EAGER_S
+        # Another number than in any goodbye before, also where nothing else has changed.
+        self.record = replace(self.record, sequence=self.record.sequence + 1)
         self._announce(now)
 
     def move(self, keys: tuple[str, ...], now: float) -> None:

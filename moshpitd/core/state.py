@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from moshpitd.core.catchup import needs_snapshot
 from moshpitd.core.donor import Donor
-from moshpitd.core.effects import Effect, Note
-from moshpitd.core.messages import Lineage, Message, Record
+from moshpitd.core.effects import Effect, Note, Send
+from moshpitd.core.messages import Hello, Lineage, Message, Record
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from moshpitd.core.placing import Place
@@ -87,6 +87,12 @@ class State:
 
     def behind(self) -> bool:
         return needs_snapshot(self.swarm, self.record, self.params, fresh=False)
+
+    def tell_everybody(self) -> None:
+        """Our record says something else now. Whoever holds the one before would not ask us to its
+        group: it has another lineage, or no trainer here."""
+        for entry in self.swarm.live(self.record.schema)[: self.params.max_group]:
+            self.effects.append(Send(entry.record.peer_id, Hello(self.record, answer=True)))
 
     def collect(self, effects: list[Effect]) -> None:
         self.effects += effects

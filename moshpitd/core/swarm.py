@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from moshpitd.core.census import Census
-from moshpitd.core.messages import Lineage, Record, Shape
+from moshpitd.core.messages import Goodbye, Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 
@@ -48,6 +48,7 @@ class Heard:
     direct_at: float = float("-inf")
     stated_at: float = float("-inf")  # when it last said itself what stands in `record`
     lost: Reason | None = None
+    left: int = 0  # sequence of its record when it said goodbye
     doubted_at: float = float("-inf")  # when a message to it was not delivered, and it was asked
     missed: int = 0  # windows in a row that it was waited for in vain
     strikes: float = 0.0
@@ -95,7 +96,8 @@ class Swarm:
             # crash.
             self._replace(entry, record)
             entry.heard_at = now
-        elif direct and entry.lost not in GOODBYES:  # it was overtaken by what it said later
+        elif direct and (entry.lost not in GOODBYES or record.sequence > entry.left):
+            # Overtaken by what it said later; or back, and we knew its new record already.
             self._replace(entry, entry.record)
             entry.heard_at = now
         if direct:
@@ -129,6 +131,17 @@ class Swarm:
             return False
         self._discount(entry)
         entry.lost = reason
+        return True
+
+    def goes(self, peer_id: str, goodbye: Goodbye) -> bool:
+        """Whether its goodbye counts: not if it has come back since, as messages overtake each
+        other."""
+        entry = self.heard.get(peer_id)
+        if entry is None:
+            return True
+        if 0 < goodbye.sequence < entry.record.sequence:
+            return False
+        entry.left = goodbye.sequence or entry.record.sequence
         return True
 
     def doubt(self, peer_id: str, now: float) -> bool:

@@ -19,7 +19,6 @@ from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.meeting import Meeting
 from moshpitd.core.messages import (
     Counts,
-    Hello,
     Message,
     Missing,
     NotMember,
@@ -216,11 +215,11 @@ class Conductor:
             # What the buckets hold now is the donor's; it must not count a second time.
             work.calls = [replace(call, weight=0) for call in work.calls]
             work.weight = 0.0
-            self._tell_everybody()
+            self.state.tell_everybody()
         elif same_lineage(winner, self.state.lineage) and winner != self.state.lineage:
             self.state.presence.update(lineage=adopted(self.state.record, winner))
             if self.state.swarm.living(self.state.record.schema) <= self.state.params.max_group:
-                self._tell_everybody()  # the same bits under a lower founder: nobody refuses us
+                self.state.tell_everybody()  # the same bits under a lower founder
         self.state.caught_up = catch_up.failed is None
         stale = [trainer for trainer, is_stale in self.state.trainers.items() if is_stale]
         if stale and self.state.caught_up and self.state.donor.version is not None:
@@ -426,13 +425,6 @@ class Conductor:
                 # In order: what is asked of the copy next meets the new one.
                 self.state.donor.holds(self.state.version, self.state.donor.witnesses)
                 return
-
-    def _tell_everybody(self) -> None:
-        """Our lineage changed: who still knows the old one would not ask us to its group."""
-        for entry in self.state.swarm.live(self.state.record.schema)[: self.state.params.max_group]:
-            self.state.effects.append(
-                Send(entry.record.peer_id, Hello(self.state.record, answer=True))
-            )
 
     def finish(self, outcome: Outcome, now: float) -> None:
         work = self.work

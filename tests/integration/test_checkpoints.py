@@ -13,14 +13,20 @@ from torch import Tensor, nn
 
 from moshpitd.client import attach
 from moshpitd.client.optim import by_name
+from moshpitd.client.optim.replicas import VERSION
 from moshpitd.client.swarm import SwarmOfDaemons
 from moshpitd.errors import TrainerError
 from moshpitd.testing import LocalSwarm
+from tests.kit.swarm import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PEERS, BEFORE, AFTER = 2, 3, 3
+RUN = "checkpoints.ec-sgd.step"
 NUMEL = 300_000  # two parts, so that either peer may reduce one
+EQUAL = {"limits__upload_mbps": 50.0, "limits__download_mbps": 50.0}
+"""Far below what was ever measured here, so that who reduces which part is the same each time: what
+a reducer owes stays with the node that reduced."""
 
 
 def gradient(peer: int, step: int) -> Tensor:
@@ -41,6 +47,13 @@ class Trained:
         self.optimizer: Any = by_name("ec-sgd", [self.x], daemons, codec="sign-l1", lr=0.5)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
+        like = {**self.optimizer.parameters(), VERSION: torch.tensor([0])}
+        self.optimizer._opened("step", like, self.optimizer._coding)  # a step opens it otherwise
+
+    def meets(self, swarm: LocalSwarm) -> bool:
+        """Whoever steps before its node has heard of the other is alone, as often as it tries."""
+        state = swarm.node(self.peer).runs[RUN].driver.peer.state
+        return bool(state.swarm.live(state.record.schema))
 
     def steps(self, first: int, count: int) -> None:
         for step in range(first, first + count):
@@ -58,27 +71,25 @@ class Trained:
 
 
 async def test_trainers_go_on_from_a_checkpoint_bit_for_bit() -> None:
-    def first(swarm: LocalSwarm, peer: int) -> tuple[dict[str, Any], Tensor]:
-        trained = Trained(swarm, peer, None)
+    def first(trained: Trained) -> tuple[dict[str, Any], Tensor]:
         trained.steps(0, BEFORE)
         saved = trained.saved()
         trained.steps(BEFORE, AFTER)
         return saved, trained.leave()
 
-    def again(swarm: LocalSwarm, peer: int, saved: dict[str, Any]) -> Tensor:
-        trained = Trained(swarm, peer, saved)
+    def again(trained: Trained) -> Tensor:
         trained.steps(BEFORE, AFTER)
         return trained.leave()
 
-    async def both(swarm: LocalSwarm, function: Any, *more: Any) -> list[Any]:
-        calls = [
-            swarm.call(function, swarm, peer, *(each[peer] for each in more))
-            for peer in range(PEERS)
-        ]
-        return list(await asyncio.gather(*calls))
+    async def both(swarm: LocalSwarm, function: Any, saved: list[Any]) -> list[Any]:
+        made = [swarm.call(Trained, swarm, peer, saved[peer]) for peer in range(PEERS)]
+        trained = await asyncio.gather(*made)
+        for one in trained:
+            await until(lambda one=one: one.meets(swarm), timeout_s=30, what="each knows the other")
+        return list(await asyncio.gather(*(swarm.call(function, one) for one in trained)))
 
-    async with LocalSwarm(PEERS) as swarm:
-        lives = await both(swarm, first)
+    async with LocalSwarm(PEERS, **EQUAL) as swarm:
+        lives = await both(swarm, first, [None] * PEERS)
         saved = [state for state, _ in lives]
         owed = [state["optimizer"]["moshpitd"]["owed"]["step"] for state in saved]
         assert any("sender" in one for one in owed), "what nobody owes cannot be lost"

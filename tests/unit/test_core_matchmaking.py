@@ -232,7 +232,29 @@ def test_a_peer_without_a_trainer_declines() -> None:
     hands.tell("p01", ev.Received("p00", Hello(hands.nodes["p00"].peer.record)))
     hands.settle()
     assert hands.said(Declined, sender="p01")[-1].reason is Reason.NO_TRAINER  # type: ignore[union-attr]
-    assert hands.said(Goodbye, sender="p01")[-1] == Goodbye(Reason.NO_TRAINER)
+    assert hands.said(Goodbye, sender="p01")[-1].reason is Reason.NO_TRAINER  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("late", ["goodbye", "hello"])
+def test_who_leaves_and_comes_back_at_once_is_known_whatever_overtakes_what(late: str) -> None:
+    """Trainers of both peers end and start again within the time of a message."""
+    hands = ready(2)
+    hands.start()
+    hands.finish()
+    first = Goodbye if late == "goodbye" else Hello
+    hands.hold = lambda sender, to, message: isinstance(message, first)
+    for name in hands.nodes:
+        hands.detach(name)
+    hands.settle()
+    hands.attach_all()
+    hands.run(until_s=hands.now + 0.5)
+    hands.release()
+    hands.run(until_s=hands.now + 3.0)
+    for name, other in (("p00", "p01"), ("p01", "p00")):
+        assert hands.nodes[name].peer.state.swarm.heard[other].lost is None, name
+    tokens = hands.start()
+    hands.finish()
+    assert {hands.outcomes[token].group_size for token in tokens.values()} == {2}
 
 
 def test_a_peer_whose_contribution_was_refused_is_not_waited_for() -> None:

@@ -156,7 +156,7 @@ def test_a_field_of_the_wrong_form_is_named(changes: dict[str, Any], words: str)
 @pytest.mark.parametrize("value", ["no such reason", 3, None, ["draining"], {"a": 1}])
 def test_an_unknown_word_of_an_enumeration(value: Any) -> None:
     with pytest.raises(RemoteProtocolError, match="is no Reason"):
-        decode_fields(Goodbye, [value])
+        decode_fields(Goodbye, [value, 0])
 
 
 @pytest.mark.parametrize(
