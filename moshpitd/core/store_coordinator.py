@@ -64,7 +64,7 @@ class Office:
     applied: dict[str, int]
     unready: dict[str, bool]
     next_at: float  # when the unready are told again
-    heard: dict[str, float]  # owners, when they last said that they are with us
+    heard: dict[str, float]  # whom we need, when they last said that they are with us
     asked_at: float
     began_at: float
     spread: tuple[str, ...] = ()  # the candidates of which nobody but the owners would own anything
@@ -218,9 +218,20 @@ class Coordinator:
         office.asked_at = now
         # When all are ready and something waits all the same: they may be gone, or may have been
         # told of a store that began without us, and then they say so.
-        for owner in office.unready or office.terms.owners:
-            self.common.say(owner, office.terms)
-        return [owner for owner, at in office.heard.items() if now - at > SILENT_S]
+        owners, others = office.terms.owners, self._holding_up(office)
+        office.heard = {peer: office.heard.get(peer, now) for peer in (*owners, *others)}
+        for peer in office.unready or (*owners, *others):
+            self.common.say(peer, office.terms)
+        silent = [peer for peer, at in office.heard.items() if now - at > SILENT_S]
+        for peer in silent:
+            if peer not in owners:
+                self.lost(peer)
+        return [peer for peer in silent if peer in owners]
+
+    def _holding_up(self, office: Office) -> list[str]:
+        """Peers that own nothing and have a worker whose gradient others may have to wait for."""
+        peers = dict.fromkeys(worker.split("/")[0] for worker in office.ordering.pulled)
+        return [one for one in peers if one != self.common.me and one not in office.terms.owners]
 
     # -- the store at work
 

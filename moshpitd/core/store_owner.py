@@ -60,8 +60,9 @@ class Owner:
                 self._seed(peer)
 
     def again(self, terms: StoreTerms) -> None:
-        """The coordinator repeats itself, so it has not heard that we are ready."""
-        if self.ready:
+        """The coordinator repeats itself, so it has not heard that we are ready, or wants to know
+        whether a worker of ours still is there."""
+        if self.ready or self.common.me not in terms.owners:
             self.common.say(terms.ballot.coordinator, StoreReady(terms.ballot))
         elif self.parts:
             self.common.say(terms.seeder, StoreMissing(terms.ballot, self.parts))

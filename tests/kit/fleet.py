@@ -351,9 +351,14 @@ class Fleet:
             said += [line[:LINE_CHARACTERS] for line in lines]
         return "\n".join(said)
 
-    def tracebacks(self) -> list[int]:
-        """Nodes whose logs hold one."""
-        return [i for i, one in enumerate(self.daemons) if "Traceback" in one.log.read_text()]
+    def tracebacks(self) -> list[str]:
+        """Of each node whose log holds one, its number and what stands around the first."""
+        found = []
+        for index, daemon in enumerate(self.daemons):
+            before, traceback, after = daemon.log.read_text().partition("Traceback")
+            if traceback:
+                found.append(f"node {index}: ...{before[-300:]}{traceback}{after[:2000]}")
+        return found
 
     def _these(self, of: Iterable[int] | None) -> list[int]:
         return list(range(len(self.tensors))) if of is None else list(of)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moshpitd.core.effects import Send
@@ -349,6 +349,10 @@ def test_loss_repetition_and_disorder_change_nothing(seed: int, nodes: int, rule
 @given(
     seed=st.integers(0, 10**6), rules=RULES, told=st.booleans(),
     deaths=st.lists(st.tuples(st.integers(5, 400), st.integers(0, 3)), min_size=1, max_size=2),
+)  # fmt: skip
+@example(  # who holds the others up owns nothing, so nobody misses its node
+    seed=59, rules=Rules(0.1, batch=1, max_staleness=0, block=True), told=False,
+    deaths=[(108, 2), (388, 1)],
 )  # fmt: skip
 @settings(max_examples=60)
 def test_the_store_survives_its_owners(
