@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moshpitd.client import attach
-from moshpitd.daemon import runs
+from moshpitd.daemon import buffers
 from moshpitd.daemon.node import Node
 from moshpitd.errors import ConfigError
 from moshpitd.testing import LocalSwarm
@@ -211,15 +211,15 @@ async def test_a_trainer_that_attaches_while_its_node_stops_is_let_go(
 ) -> None:
     """Nothing may look after it later: its run is closed by then."""
     enters, may_go_on = threading.Event(), threading.Event()
-    make = runs._make_bucket
+    make = buffers.create_bucket
 
-    def held_up(*arguments: Any) -> Any:
+    def held_up(*arguments: Any, **options: Any) -> Any:
         enters.set()
         assert may_go_on.wait(20)
-        return make(*arguments)
+        return make(*arguments, **options)
 
     async with LocalSwarm(1) as swarm:
-        monkeypatch.setattr(runs, "_make_bucket", held_up)
+        monkeypatch.setattr(buffers, "create_bucket", held_up)
         late = partial(attach, "late", tensors=[torch.zeros(5)], socket=swarm.socket(0))
         attaching = asyncio.create_task(swarm.call(late))
         try:
