@@ -99,8 +99,10 @@ def make(
     if name == "gradient-averaging":
         return GradientAveraging(model, new_optimizer(model), session, on_result=told, **options)
     if name == "asysg-incon":  # within a node; between nodes Moshpit SGD
-        within = by_name(name, model.parameters(), session, **options)
-        return LocalSGD(within, session, every=EVERY, on_result=told)
+        # In a run of its own, or a straggler's round would take the others' last average for one.
+        between = attach(f"{session.run}.nodes", model=model, socket=session.socket)
+        within = by_name(name, model.parameters(), between, **options)
+        return LocalSGD(within, between, every=EVERY, on_result=told)
     if "inner" in options:
         options = {**options, "inner": getattr(torch.optim, options["inner"])}
     return by_name(name, model.parameters(), SwarmOfDaemons(session, heard=heard), **options)
