@@ -115,10 +115,12 @@ def judge(played: Played) -> list[Check]:
 
 
 def _check_rounds(played: Played) -> list[Check]:
-    rounds = min(story.together for story in _survivors(played))
+    # Of a pair one asks and the other is met while it computes: its own calls are alone by design.
+    pairs = played.row is not None and played.row.together == 2
+    rounds = (max if pairs else min)(story.together for story in _survivors(played))
     return [
         Check(
-            "rounds together (fewest of a survivor)",
+            f"rounds together ({'most of one that asks' if pairs else 'fewest of a survivor'})",
             str(rounds),
             f">= {ROUNDS_AT_LEAST}",
             rounds >= ROUNDS_AT_LEAST,

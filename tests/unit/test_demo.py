@@ -361,6 +361,21 @@ def test_a_demo_by_name_has_its_own_bars(tmp_path: Path) -> None:
     assert "largest difference between parameters" in [c.name for c in judge(asynchronous)]
 
 
+def test_a_demo_in_pairs_counts_the_rounds_of_those_that_ask(tmp_path: Path) -> None:
+    found = of_row(tmp_path, "ad-psgd")
+    for story in found.stories:
+        story.group_sizes.clear()
+        story.group_sizes[2] = 1
+    for story in found.stories[1:3]:  # who is met is alone in its own calls
+        story.outcomes.clear()
+        story.outcomes["alone"] = 480
+    assert report(found)["passed"], judge(found)
+    for story in found.stories:
+        story.outcomes.clear()
+    named = "rounds together (most of one that asks)"
+    assert [check.name for check in judge(found) if not check.passed] == [named]
+
+
 def test_a_demo_with_a_store_counts_versions_and_not_rounds(tmp_path: Path) -> None:
     found = of_row(tmp_path, "asysg-con")
     for story in found.stories:
