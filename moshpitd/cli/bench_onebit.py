@@ -6,7 +6,6 @@ formula over the same parts, and the daemons' count of the warm-up, which is flo
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -48,14 +47,14 @@ def onebit(
     ] = None,
 ) -> None:
     """1-bit Adam on a small transformer, four daemons: loss beside Adam's, and bytes sent."""
-    from moshpitd.cli.bench_figures import check_writable, write_json
+    from moshpitd.cli.bench_figures import check_writable, load, write_json
     from moshpitd.cli.bench_processes import Swarm, check_range, processes
 
     check_range("--steps", steps, 50, 100_000)
     check_range("--warm", warm, 0.02, 0.98)
     check_writable(json_file)
     freeze_step = max(1, round(warm * steps))
-    before, began = os.getloadavg(), time.monotonic()
+    before, began = load(), time.monotonic()
     with processes(keep) as (children, folder):
         losses = _references(children, folder, steps)
         swarm = Swarm(
@@ -65,7 +64,7 @@ def onebit(
         swarm.close()
     report = report_of(told, losses, steps=steps, freeze_step=freeze_step)
     report["seconds"] = time.monotonic() - began
-    report["load"] = {"before": list(before), "after": list(os.getloadavg())}
+    report["load"] = {"before": before, "after": load()}
     _show(report)
     write_json(json_file, report)
     raise typer.Exit(0 if report["passed"] else 1)
@@ -231,8 +230,7 @@ def _show(report: Mapping[str, Any]) -> None:
     show_bars([Bar(one["what"], one["value"], one["at_most"]) for one in report["bars"]])
     load = report["load"]
     out.print(
-        f"{report['seconds']:.0f} s; load {load['before'][0]:.1f} before, "
-        f"{load['after'][0]:.1f} after"
+        f"{report['seconds']:.0f} s; load {load['before']:.1f} before, {load['after']:.1f} after"
     )
 
 

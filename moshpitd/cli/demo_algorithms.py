@@ -92,9 +92,7 @@ ROWS: dict[str, Row] = {
         mixing("decentralized", **SGD),
         mixing("low-precision-decentralized", **SGD),
         Row("ad-psgd", "skewed", SGD, equal=False, rejoins=False, together=2),
-        Row(
-            "asysg-incon", "skewed", {"follow": True, **SGD}, equal=False, rejoins=True,
-        ),
+        Row("asysg-incon", "skewed", {"follow": True, **SGD}, equal=False),
         Row("asysg-con", options={"lr": 0.2}, steps=4 * STEPS, equal=False, store=True),
     )
 }  # fmt: skip

@@ -41,10 +41,8 @@ from moshpitd.testing.coding import Arithmetic, Brought, CodedAverage
 
 CODEC, WARM_CODEC = "sign-l1", "float16"
 MARKS = 40  # points of a loss curve
-ATTEMPTS, ATTEMPT_S = (
-    20,
-    10.0,
-)  # until all have met once; daemons that just joined hear of each other
+ATTEMPTS, ATTEMPT_S = 20, 10.0
+"""Until all have met once: daemons that just joined hear of each other."""
 CODINGS = {"adam": EXACT, "naive": Coding(CODEC, feedback=True)}
 
 
