@@ -195,9 +195,10 @@ class Round:
         self._at(now)
         if st.lanes[index].gone is not None and not isinstance(message, NotMember):
             # It is out, and what it wants done now would be done for nobody. It may not know.
-            no = NotMember(self.group.group_id, sender)
-            if isinstance(message, Resend) and st.lanes[index].gone in GIVEN_UP:
-                st.effects.append(Send(sender, no))
+            # Who takes parts over would wait for our promise, though: a link may break for one end.
+            waits = isinstance(message, Resend) and st.lanes[index].gone in GIVEN_UP
+            if waits or isinstance(message, TakeOver):
+                st.effects.append(Send(sender, NotMember(self.group.group_id, sender)))
             return
         self._touch(index, now)
         match message:

@@ -58,7 +58,7 @@ from moshpitd.daemon.trainers import (
     schema_of,
     schema_text,
 )
-from moshpitd.rpc.status import refusal
+from moshpitd.rpc.status import not_finite, refusal
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 
@@ -450,9 +450,7 @@ class Run:
         bad, norm = found[0], float(found[1])
         if bad is not None:
             self.driver.handle(ContributionRefused(trainer.name))
-            raise refusal(
-                "not_finite", f"tensor {bad!r} holds a NaN or an infinity, expected finite values"
-            )
+            raise not_finite(bad)
         return norm
 
     async def _watch(self, trainer: Trainer, event: Event) -> AsyncGenerator[Step, None]:

@@ -40,6 +40,7 @@ from moshpitd.daemon.shelf import Shelf
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.mapped import Tensor, bytes_of, fresh, tensor_of, typed
+from moshpitd.tensors.reduction import first_nonfinite
 from moshpitd.tensors.rules import asysg
 from moshpitd.tensors.slices import copy_quietly
 
@@ -93,13 +94,22 @@ class _Store:
         return self.parts(memory)
 
     def value(self, index: int, payload: memoryview) -> Tensor | None:
-        """A part as it came, if it can be one."""
+        """A part as it came, if it can be one: an honest peer sends no NaN."""
         if index >= len(self.layout.parts):
             return None
         part = self.layout.parts[index]
         if len(payload) != part.nbytes:
             return None
-        return typed(tensor_of(bytearray(payload)), part.dtype)
+        value = typed(tensor_of(bytearray(payload)), part.dtype)
+        return value if first_nonfinite(value) is None else None
+
+    def spoilt(self, values: Parts) -> str | None:
+        """The first tensor with a NaN or an infinity."""
+        for part in self.layout.parts:
+            element = first_nonfinite(values[part.index])
+            if element is not None:
+                return self.layout.tensor_at(part, element)
+        return None
 
 
 class Storages:
@@ -129,29 +139,36 @@ class Storages:
 
     # -- what a run asks of it
 
-    def open(self, run: str, bucket: Bucket) -> bool:
-        """The bucket holds what the store may begin with. Blocks; False without a layout."""
+    def open(self, run: str, bucket: Bucket) -> str | None:
+        """The bucket holds what the store may begin with. Blocks; returns the first tensor of it
+        that is not finite, of which nothing is taken."""
         store = self._store(run)
         if store is None:
-            return False
+            return None
         found = store
 
-        def begin() -> None:
+        def begin() -> str | None:
             with found.lock:
-                if not found.shelf.copy:
-                    found.shelf.copy = found.copy_of(bucket)
+                if found.shelf.copy:
+                    return None
+                copy = found.copy_of(bucket)
+                if (bad := found.spoilt(copy)) is None:
+                    found.shelf.copy = copy
+                return bad
 
         # In its turn: what an earlier trainer left may be about to be dropped.
-        self._thread.submit(begin).result()
-        return True
+        return self._thread.submit(begin).result()
 
-    def begin_push(self, run: str, token: str, bucket: Bucket) -> None:
-        """Take the gradient out of the bucket. Blocks."""
+    def begin_push(self, run: str, token: str, bucket: Bucket) -> str | None:
+        """Take the gradient out of the bucket. Blocks; as `open`, returns what is not finite."""
         store = self._store(run)
-        if store is not None:
-            gradient = store.copy_of(bucket)
+        if store is None:
+            return None
+        gradient = store.copy_of(bucket)
+        if (bad := store.spoilt(gradient)) is None:
             with store.desk:
                 store.pushes[token] = gradient
+        return bad
 
     def expect(self, run: str, token: str, bucket: Bucket | None) -> asyncio.Future[StoreAnswer]:
         """The end of a call. A pull's bucket is filled before."""

@@ -22,7 +22,7 @@ from moshpitd.core.store_words import (
 from moshpitd.daemon.buffers import Bucket
 from moshpitd.daemon.runs import Run
 from moshpitd.daemon.trainers import Trainer, checked_timeout
-from moshpitd.rpc.status import refusal
+from moshpitd.rpc.status import not_finite, refusal
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 MAX_BATCH = 1024  # gradients of one update: each is held by every owner until it is full
@@ -33,8 +33,8 @@ class Plane(Protocol):
 
     peer_id: str
 
-    def open(self, run: str, bucket: Bucket) -> bool: ...
-    def begin_push(self, run: str, token: str, bucket: Bucket) -> None: ...
+    def open(self, run: str, bucket: Bucket) -> str | None: ...
+    def begin_push(self, run: str, token: str, bucket: Bucket) -> str | None: ...
     def expect(
         self, run: str, token: str, bucket: Bucket | None
     ) -> asyncio.Future[StoreAnswer]: ...
@@ -69,7 +69,9 @@ class Stores:
             if not trainer.worker:
                 return "not_pulled"
             token = secrets.token_hex(8)
-            await self._in_thread(self._plane.begin_push, run.name, token, trainer.bucket)
+            _refuse_spoilt(
+                await self._in_thread(self._plane.begin_push, run.name, token, trainer.bucket)
+            )
             event = StorePushAsked(token, trainer.worker, request.version)
             answer = await self._answer(run, trainer, event, token, timeout_s, pull=False)
             return answer.verdict.value
@@ -82,7 +84,7 @@ class Stores:
                 "dtype_refused",
                 f"{strange[0]!r} is no floating tensor, and a store has gradients of all it holds",
             )
-        await self._in_thread(self._plane.open, run.name, trainer.bucket)
+        _refuse_spoilt(await self._in_thread(self._plane.open, run.name, trainer.bucket))
         trainer.worker = f"{self._plane.peer_id}/{trainer.name}"
 
     async def _answer(
@@ -109,6 +111,12 @@ class Stores:
         if answer.refusal:
             raise refusal(answer.refusal, answer.detail)
         return answer
+
+
+def _refuse_spoilt(tensor: str | None) -> None:
+    """One NaN in a store is in everybody's parameters."""
+    if tensor is not None:
+        raise not_finite(tensor)
 
 
 def checked_rules(request: Any) -> Rules:

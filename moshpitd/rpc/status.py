@@ -82,6 +82,13 @@ def refusal(reason: str, message: str) -> TrainerError:
     return TrainerError(message, code=CODES[reason], reason=reason)
 
 
+def not_finite(tensor: str) -> TrainerError:
+    """The refusal of a bucket for the first bad tensor in it."""
+    return refusal(
+        "not_finite", f"tensor {tensor!r} holds a NaN or an infinity, expected finite values"
+    )
+
+
 def to_status(error: TrainerError) -> WireStatus:
     """How `error` leaves the daemon. A reason outside ASCII would be refused by gRPC as
     metadata."""

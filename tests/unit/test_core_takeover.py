@@ -107,6 +107,28 @@ def test_one_that_one_member_alone_does_not_hear_is_told_and_goes_on_with_the_ot
         assert len({it.hands.value(name, part) for name in it.tokens}) == 1
 
 
+def test_who_is_asked_by_one_that_it_has_lost_says_so_at_once() -> None:
+    """A link broke for one end only, and a reducer dies: the one that takes its parts over asks a
+    member to which it is out of the round."""
+    it = swarm(4, parts=16)
+    hands = it.hands
+    hands.drop = lambda sender, to, what: sender == "p01" and from_its_reducer(what)
+    it.begun()
+    hands.settle()
+    began = hands.now
+    hands.tell("p03", ev.LinkLost("p00"))
+    hands.kill("p01")
+    hands.settle()
+    assert hands.said(TakeOver, sender="p00", to="p03")
+    assert hands.said(NotMember, sender="p03", to="p00")
+    hands.finish()
+    out = {note.peer: note.reason for name, note in hands.named("member_excluded") if name == "p00"}
+    assert out["p03"] == Reason.EXCLUDED.value
+    for name in ("p00", "p02", "p03"):
+        assert it.outcome(name).parts_without_result == ()
+        assert hands.ended_at[it.tokens[name]] - began < hands.params.answer_timeout_s
+
+
 def test_how_long_a_link_may_be_quiet_is_learned_from_it() -> None:
     params = Params()
     quiet = Quiet(params)

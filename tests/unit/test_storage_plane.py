@@ -4,6 +4,7 @@ cannot be used. One rule: the core here is the real one, and every value is comp
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -140,7 +141,7 @@ class World:
 
     def open(self, name: str, start: list[Tensor]) -> None:
         LAYOUT.gather(start, self.buckets[name].data)
-        assert self.planes[name].open(RUN, self.buckets[name])
+        assert self.planes[name].open(RUN, self.buckets[name]) is None
         self.handle(name, StoreOpened(f"{name}/t", self.rules))
 
     async def pull(self, name: str) -> tuple[int, list[Tensor]]:
@@ -151,7 +152,7 @@ class World:
     async def push(self, name: str, gradient: list[Tensor], version: int) -> str:
         LAYOUT.gather(gradient, self.buckets[name].data)
         event = StorePushAsked(self._token(), f"{name}/t", version)
-        self.planes[name].begin_push(RUN, event.token, self.buckets[name])
+        assert self.planes[name].begin_push(RUN, event.token, self.buckets[name]) is None
         LAYOUT.gather([torch.full_like(one, 9.0) for one in gradient], self.buckets[name].data)
         return (await self._call(name, None, event)).verdict.value
 
@@ -229,6 +230,23 @@ async def test_one_gradient_at_a_time_is_gradient_descent_bit_by_bit(tmp_path: P
     world.close()
 
 
+async def test_what_is_not_finite_is_neither_pushed_nor_begun_with(tmp_path: Path) -> None:
+    world = World(tmp_path, 1, Rules(0.1))
+    bucket, plane = world.buckets["n0"], world.planes["n0"]
+    x, gradient = drawn(0), drawn(1)
+    x[1][2, 3], gradient[0][7] = math.inf, math.nan
+    LAYOUT.gather(x, bucket.data)
+    assert plane.open(RUN, bucket) == "b"
+    LAYOUT.gather(gradient, bucket.data)
+    assert plane.begin_push(RUN, "t", bucket) == "a"
+    x = drawn(2)
+    world.open("n0", x)
+    version, values = await world.pull("n0")
+    assert version == 0
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(values, x, strict=True))
+    world.close()
+
+
 def frame(what: int, name: bytes, part: int, epoch: int = 0) -> Header:
     return Header(FrameKind.STORE, run_hash(RUN), name, part=part, flags=what, contributors=epoch)
 
@@ -251,6 +269,10 @@ def test_frames_that_cannot_be_used_are_dropped() -> None:
     plane.on_frame("other", frame(GRADIENT, name, 0, epoch=2), part)  # of an earlier store
     plane.on_frame("other", frame(GRADIENT, name, 1, epoch=2), part)
     plane.on_frame("other", frame(VALUES, name, 0), part)  # nobody pulls
+    spoilt = memoryview(b"\xff" * LAYOUT.parts[0].nbytes)  # NaN in any float
+    for index in (0, 1):  # no NaN gets into a shard
+        plane.on_frame("other", frame(GRADIENT, name, index, epoch=3), spoilt)
+        plane.on_frame("other", frame(SEED, seed, index), spoilt)
     assert told == []
 
     for index in (0, 1):
