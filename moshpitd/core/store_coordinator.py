@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from moshpitd.core.store_common import SILENT_S, SPREAD_S, Common, again_s
 from moshpitd.core.store_order import Ordering, Waiting
@@ -33,6 +34,8 @@ from moshpitd.core.store_words import (
     StoreWanted,
     Verdict,
 )
+
+T = TypeVar("T")
 
 ASK_S = 5.0
 """For a promise: a message there and back takes milliseconds, seconds on a machine that swaps. Who
@@ -303,7 +306,7 @@ class Coordinator:
         if office is None:
             return
         if number:
-            office.left[worker] = max(number, office.left.get(worker, 0))
+            _keep(office.left, worker, max(number, office.left.get(worker, 0)))
             asked, granted = office.pulls.get(worker), office.grants.get(worker)
             if (asked is not None and asked[1].number > number) or (
                 granted is not None and granted.number > number
@@ -332,7 +335,7 @@ class Coordinator:
         sender, push = office.pushes.pop(gradient)
         office.holders.pop(gradient, None)
         verdict = office.ordering.push(Waiting(push.worker, push.version, push.sequence, gradient))
-        office.verdicts[push.worker] = (push.sequence, verdict)
+        _keep(office.verdicts, push.worker, (push.sequence, verdict))
         self.common.say(sender, StoreVerdict(push.number, verdict))
         if verdict is not Verdict.TAKEN:
             for owner in office.terms.owners:
@@ -345,7 +348,7 @@ class Coordinator:
         assert office is not None  # callers have one
         for batch in office.ordering.advance():
             for one in batch.gradients:
-                office.applied[one.worker] = one.sequence
+                _keep(office.applied, one.worker, one.sequence)
             gradients = tuple(one.gradient for one in batch.gradients)
             order = StoreOrder(office.terms.ballot, batch.version, gradients)
             office.history.append(order)
@@ -365,5 +368,15 @@ class Coordinator:
                 continue
             del office.pulls[worker]
             applied = tuple(Applied(*item) for item in office.applied.items())
-            grant = office.grants[worker] = StoreGrant(pull.number, version, applied[-WORKERS:])
+            grant = StoreGrant(pull.number, version, applied)
+            _keep(office.grants, worker, grant)
             self.common.say(sender, grant)
+
+
+def _keep(table: dict[str, T], worker: str, value: T) -> None:
+    """The last word on a worker, and only of those `WORKERS` that were last heard of: names cost
+    whoever invents them nothing."""
+    table.pop(worker, None)
+    table[worker] = value
+    if len(table) > WORKERS:
+        del table[next(iter(table))]

@@ -318,6 +318,25 @@ def test_no_more_pulls_wait_than_there_may_be_workers() -> None:
     assert node.hear(THIRD, late) == [Send(THIRD, StoreGrant(1, 0))]
 
 
+def test_invented_workers_cost_no_memory_and_nobody_its_place() -> None:
+    node = chief()
+    mine = f"{THIRD}/0"
+    for number in range(2 * WORKERS):
+        node.hear(OTHER, StorePull(FIRST, f"{OTHER}/{number}", 1))
+        node.hear(OTHER, StorePush(FIRST, f"{OTHER}/{number}", 0, 2, 9))
+        node.hold(f"{OTHER}/{number}", 0, NAMES)
+        node.hear(OTHER, StoreLeave(f"{OTHER}/{number}", 3))
+        node.hear(THIRD, StorePull(FIRST, mine, number + 1))
+    office = node.storage.coordinator.office
+    assert office is not None
+    for table in (office.left, office.verdicts, office.grants):
+        assert len(table) == WORKERS
+    # Who has pulled lately is still known.
+    node.effects()
+    again = node.hear(THIRD, StorePull(FIRST, mine, 2 * WORKERS))
+    assert again == [Send(THIRD, office.grants[mine])]
+
+
 def test_no_more_pushes_wait_than_the_limit() -> None:
     node = chief()
     for number in range(GRADIENTS):
