@@ -32,6 +32,7 @@ from moshpitd.core.events import (
     PartRefused,
     ResultArrived,
 )
+from moshpitd.core.lateness import Lateness, Offer
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.messages import (
     Again,
@@ -50,7 +51,7 @@ from moshpitd.core.messages import (
     TakeOver,
     Without,
 )
-from moshpitd.core.outcome import Outcome, Reason, Status
+from moshpitd.core.outcome import Outcome, Reason
 from moshpitd.core.params import Params
 from moshpitd.core.parts import Parts
 from moshpitd.core.quiet import Quiet
@@ -58,7 +59,7 @@ from moshpitd.core.soundness import norm_limit
 from moshpitd.core.standing import Standing
 from moshpitd.core.succession import Succession, bandwidths_of
 from moshpitd.core.takeover import Takeovers
-from moshpitd.core.verdict import Lane, mean_weight, verdict
+from moshpitd.core.verdict import Lane, failed, mean_weight, verdict
 
 GIVEN_UP = (Reason.SILENT, Reason.NO_ANSWER)
 """For these a member is out although it may live, and does not know."""
@@ -77,6 +78,7 @@ class Round:
     started: float
     deadline_at: float
     quiet: Quiet
+    offer: Offer
     rng: random.Random
     index: int = -1
     listened_at: float | None = None  # when the data plane last said whom it heard
@@ -90,6 +92,7 @@ class Round:
     takeovers: Takeovers = field(init=False)
     comparison: Comparison = field(init=False)
     audits: Audits = field(init=False)
+    lateness: Lateness = field(init=False)
     parts: Parts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +113,7 @@ class Round:
         self.takeovers = Takeovers(self.st)
         self.comparison = Comparison(self.st)
         self.audits = Audits(self.st, self.rng)
+        self.lateness = Lateness(self.st, self.offer, self.quiet, self.started)
         self.parts = Parts(self.st, self.takeovers, self.comparison)
 
     @property
@@ -144,8 +148,9 @@ class Round:
             else:
                 st.lanes[reducer].owes_results += 1
         if own > 0:
+            offered = self.lateness.offered(parts_of)
             for to in st.others():
-                st.push(to, tuple(parts_of[to]), result=False)
+                st.push(to, tuple(offered[to]), result=False)
         for part in mine:
             st.collect(part, others)
         self._settle(now)
@@ -160,6 +165,7 @@ class Round:
                 self._touch(event.sender, now)
                 if event.epoch == st.epoch(event.part):
                     st.clear(event.part, event.sender)
+                    self.lateness.arrived(event.sender)
             case PartRefused():
                 self.parts.refused(event)
             case Averaged():
@@ -182,8 +188,6 @@ class Round:
                 index = st.index_of(event.peer)
                 if index is not None:
                     self._exclude(index, event.reason)
-            case _:
-                pass
         self._settle(now)
 
     def receive(self, sender: str, message: Message, now: float) -> None:
@@ -205,6 +209,7 @@ class Round:
             case NotMember():
                 self._on_not_member(index, message)
             case Without():
+                st.lanes[index].slow |= message.reason is Reason.SLOW
                 for part in message.parts or tuple(st.awaiting):
                     st.clear(part, index)
                 if not message.parts:
@@ -221,12 +226,13 @@ class Round:
             case Promise():
                 self.takeovers.promised(index, message)
             case Again():
-                self.takeovers.again(index, message)
+                self.takeovers.again(index, self.lateness.withhold(index, message))
             case Resend():
                 self.takeovers.resend(index, message)
             case Parity():
                 lane = st.lanes[index]
                 lane.parity, lane.parity_without = message.digest, message.without_result
+                self.lateness.told(index, message.late)
                 self.comparison.parity(index)
             case Crcs():
                 self.comparison.heard(index, message)
@@ -234,8 +240,6 @@ class Round:
                 self.audits.asked(index, message)
             case Audited():
                 self.audits.told_by(index, message)
-            case _:
-                pass
         self._settle(now)
 
     def lost(self, peer_id: str, reason: Reason, now: float) -> None:
@@ -324,6 +328,8 @@ class Round:
         self.listened_at, self.quiet.listens = now, True
         for index in self.st.heard(event.heard, self.quiet):
             self._exclude(index, Reason.SILENT)
+        for index in self.lateness.judge(calm=not (self.takeovers.happened or self.woke)):
+            self._mute(index, Reason.SLOW)
 
     def _on_not_member(self, index: int, message: NotMember) -> None:
         st = self.st
@@ -445,8 +451,9 @@ class Round:
         """How long the others' last messages are waited for. Longer when a reducer was lost: what
         we hold may be what a slower member needs of us."""
         assert self.parity_sent_at is not None
-        more = self.takeovers.happened
-        wait = self.params.part_timeout_s if more else self.params.parity_timeout_s
+        wait = self.lateness.patience_s(self.parity_sent_at - self.started)
+        if self.takeovers.happened:
+            wait = self.params.part_timeout_s
         # Never for long after the call's end; its trainer waits for this.
         last = max(self.deadline_at, self.parity_sent_at + self.params.parity_timeout_s)
         return min(self.parity_sent_at + wait, last)
@@ -475,22 +482,15 @@ class Round:
         if self.opened:
             self.st.tell(NotMember(self.group.group_id, self.me))
             self.st.effects.append(Close(self.group.group_id, kept=False))
-        self.finished = Outcome(
-            Status.FAILED,
-            reason,
-            detail,
-            accepted=False,
-            group_size=len(self.group.members),
-            participants=0,
-            parts=len(self.part_sizes),
-            group_id=self.group.group_id,
-        )
+        self.finished = failed(self.group, reason, detail, parts=len(self.part_sizes))
 
     def _end(self, now: float, outcome: Outcome) -> None:
         self.finished = outcome
         if not self.opened:
             return
-        lingering = Lingering(self.st, min(now + self.params.result_timeout_s, self.deadline_at))
+        until = self.lateness.linger_until(now, self.deadline_at)
+        self.lateness.learn(until=until)
+        lingering = Lingering(self.st, until)
         if lingering.wanted() and now < lingering.until:
             self.lingering = lingering
         else:

@@ -39,7 +39,7 @@ class Comparison:
         """These are our bits."""
         st = self.st
         self.spoken = st.digest()
-        st.tell(Parity(st.group_id, self.spoken, len(st.without)))
+        st.tell(Parity(st.group_id, self.spoken, len(st.without), st.late))
 
     def differing(self) -> list[int]:
         """Members that hold a result of every part, as we do, and other bits."""

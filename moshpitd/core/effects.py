@@ -278,6 +278,7 @@ NOTES = {
     "group_formed": "a group began here (group, size, leader, index)",
     "attempt_ended": "matchmaking ended without a group (reason, heard, sentence)",
     "member_excluded": "a member fell out of the running round (peer, reason)",
+    "offers_less": "we are slow and contribute to some parts only (parts, offered)",
     "takeover_started": "we take over parts of a reducer (reason, epoch, parts)",
     "part_taken_over": "nobody held a result of a part: contributions are pushed again (part)",
     "part_repaired": "our result of a part was another than the majority's (part)",

@@ -47,5 +47,6 @@ def exchange_of(
         started=now,
         deadline_at=deadline_at,
         quiet=state.quiet,
+        offer=state.offer,
         rng=state.rng,
     )

@@ -199,7 +199,7 @@ class Meeting:
         state = self.state
         for peer_id in attempt.candidates.waited_in_vain() if in_time else []:
             entry = state.swarm.heard.get(peer_id)
-            if entry is not None:
+            if entry is not None and not state.offer.busy(peer_id, now):
                 entry.missed += 1
         if attempt.expected and now >= attempt.window_end:
             for entry in state.place.unsettled(state.swarm, state.record.schema):
@@ -252,7 +252,9 @@ class Meeting:
         for record in self._ours([entry.record for entry in here]):
             if self.state.refuse(record, now) is not Reason.STRIKES:
                 missed = self.state.swarm.heard[record.peer_id].missed
-                attempt.add(record, now, waited_for=missed < MISSED)
+                # One that still takes the results of a round that is over for us comes later.
+                busy = self.state.offer.busy(record.peer_id, now)
+                attempt.add(record, now, waited_for=missed < MISSED and not busy)
 
     def _may_be_here(self, entry: Heard, now: float) -> bool:
         """Is it in our round, or was it lately in one with our axis? Where everybody goes at its

@@ -211,11 +211,12 @@ class NoResult:
 @dataclass(frozen=True, slots=True)
 class Parity:
     """My last message: a digest over the crc32 of every part's payload. From here on I need nothing
-    more of you, unless the digests differ."""
+    more of you, unless the digests differ. `late`: see `lateness`; empty, all were in time."""
 
     group_id: bytes
     digest: bytes
     without_result: int
+    late: tuple[int, ...] = field(default=(), metadata={"max": 64})
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     SILENT = "silent"
     NOT_MEMBER = "not_member"
     WITHDRAWN = "withdrawn"
+    SLOW = "too_slow"
     # why a part has no result, or a contribution is not in it
     CODEC = "codec_failed"
     NOT_FINITE = "not_finite"

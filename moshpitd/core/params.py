@@ -43,6 +43,11 @@ class Params:
     part_timeout_s: float = 10.0
     """A sender from which nothing arrived for so long is left out of the parts it has not finished.
     """
+    slow_ratio: float = 3.0
+    """A member that needs so many times what most others need to deliver its contribution (and
+    longer than silence would be borne) is slow: it is left out of the parts that it has not
+    delivered, and offers fewer. Three: peers of uneven links within that are waited for, and a
+    stopped one may cost a round as much. 1e6 waits for everybody."""
     result_timeout_s: float = 25.0
     """A reducer that delivers nothing for so long is given up; it may itself be waiting for a
     silent sender."""
@@ -107,6 +112,7 @@ class Params:
                 )
         for key, low, high in (
             ("ttl_s", 240.0, 86_400.0),  # clocks and DHT replication need that much slack
+            ("slow_ratio", 1.5, 1e6),  # below it the spread of like peers is lateness
             ("max_parts", 1, 1 << 24),
             ("audit_fraction", 0.0, 1.0),
             ("max_weight", 1, 1 << 53),  # beyond it a float64 no longer holds every integer

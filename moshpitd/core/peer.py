@@ -22,6 +22,7 @@ from moshpitd.core.calls import Calls
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, Send
 from moshpitd.core.hearing import Hearing
+from moshpitd.core.lateness import Offer
 from moshpitd.core.messages import (
     Accepted,
     Again,
@@ -105,6 +106,7 @@ class Peer:
             presence=Presence(params, Record(peer_id, sequence, b"", 0, Lineage(), codec=codec)),
             donor=Donor(params),
             quiet=Quiet(params),
+            offer=Offer(params.max_candidates),
         )
         self.conductor = Conductor(self.state)
         self.hearing = Hearing(self.state, self.conductor)
@@ -267,6 +269,8 @@ class Peer:
         elif isinstance(message, OF_A_ROUND):
             if isinstance(message, Letter) and not is_fair(message):
                 self.state.strike(sender, Reason.REFUSED, now)  # and its edge is dropped
+            if isinstance(message, Parity):
+                self.state.offer.done(sender)
             for ended in self.conductor.lingering:
                 if ended.st.group_id == message.group_id:
                     ended.overheard(sender, message)

@@ -46,6 +46,7 @@ class Standing:
     results: dict[int, Held] = field(default_factory=dict)
     without: dict[int, Reason] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
+    late: tuple[int, ...] = ()  # what our Parity says of the others' pace (see lateness)
     effects: list[Effect] = field(default_factory=list)
 
     @property

@@ -24,6 +24,11 @@ class Lane:
     owes_results: int = 0
     parity: bytes | None = None
     parity_without: int = 0
+    slow: bool = False  # it takes far longer than the others, as it says itself or one of them does
+    first_at: float = 0.0  # its first contribution to a part of ours was here
+    part_at: float = 0.0  # and its last so far
+    parts_in: int = 0
+    says_late: tuple[int, ...] = ()  # whom it found late
 
 
 def verdict(
@@ -46,7 +51,7 @@ def verdict(
     inside = inside_all(group, contributors, parts=len(reducers))
     in_vain = {reducers[part]: True for part in without}
     excluded = tuple(
-        (members[i].peer_id, lane.gone or lane.muted or Reason.WITHDRAWN)
+        (members[i].peer_id, lane.gone or lane.muted or _missing(lane))
         for i, lane in enumerate(lanes)
         if (expected & ~inside) >> i & 1 or (i in in_vain and i != index)
     )
@@ -76,6 +81,25 @@ def verdict(
         total_weight=float(sum(members[i].weight for i in bits_of(inside))),
         group_id=group.group_id,
     )
+
+
+def failed(group: Group, reason: Reason, detail: str, *, parts: int) -> Outcome:
+    """Nothing of the round is used."""
+    return Outcome(
+        Status.FAILED,
+        reason,
+        detail,
+        accepted=False,
+        group_size=len(group.members),
+        participants=0,
+        parts=parts,
+        group_id=group.group_id,
+    )
+
+
+def _missing(lane: Lane) -> Reason:
+    """Why a member that we did not give up is not in every part."""
+    return Reason.SLOW if lane.slow else Reason.WITHDRAWN
 
 
 def inside_all(group: Group, contributors: Mapping[int, int], *, parts: int) -> int:

@@ -35,6 +35,7 @@ NOTE_LEVELS = {
     "group_formed": logging.INFO,
     "member_excluded": logging.WARNING,
     "part_without_result": logging.WARNING,
+    "offers_less": logging.INFO,
     "takeover_started": logging.WARNING,
     "part_repaired": logging.ERROR,
     "audit_failed": logging.ERROR,

@@ -137,6 +137,7 @@ class NodeMetrics:
             "attempt_ended": lambda run, note: self.ungrouped.labels(run, _reason(note)).inc(),
             "member_excluded": lambda run, note: self.excluded.labels(run, _reason(note)).inc(),
             "part_without_result": lambda run, _: self.parts.labels(run, "without_result").inc(),
+            "offers_less": self._offers_less,
             "takeover_started": lambda run, note: self.takeovers.labels(run, _reason(note)).inc(),
             "part_taken_over": lambda run, _: self.parts.labels(run, "taken_over").inc(),
             "part_repaired": lambda run, _: self.parts.labels(run, "repaired").inc(),
@@ -169,6 +170,11 @@ class NodeMetrics:
             self.parts.labels(run, "averaged").inc(parts - without)
         for phase, seconds in _phases(note.fields.get("seconds")):
             self.round_seconds.labels(run, phase).observe(seconds)
+
+    def _offers_less(self, run: str, note: Note) -> None:
+        parts, offered = note.fields.get("parts"), note.fields.get("offered")
+        if isinstance(parts, int) and isinstance(offered, int):
+            self.parts.labels(run, "withheld").inc(max(0, parts - offered))
 
     def _peer_lost(self, run: str, note: Note) -> None:
         said = "left" if note.reason in _LEFT else "lost"

@@ -60,11 +60,29 @@ class Wire:
         departs = max(now, node.plane.up_free) + bits / (node.plane.up_mbps * 1e6)
         node.plane.up_free = departs
         here = departs + self._links.latency(node.index, other.index)
+        sender = (node, node.incarnation, departs)
+        if self._options.parts_overtake:
+            self._world.later(here - now, self._land, sender, other, stamp, call, args)
+            return departs
         arrives = max(here, other.plane.down_free + bits / (other.plane.down_mbps * 1e6))
         other.plane.down_free = arrives
-        sender = (node, node.incarnation, departs)
         self._world.later(arrives - now, self._arrive, sender, other, stamp, call, args)
         return departs
+
+    def _land(
+        self,
+        sender: tuple[Node, int, float],
+        other: Node,
+        stamp: tuple[bytes, int],
+        call: Callable[..., None],
+        args: tuple[Any, ...],
+    ) -> None:
+        """At the other end of the link: through its downlink in the order in which parts get there,
+        or one that a slow sender has queued would hold up all that are sent later."""
+        took = 8.0 * self._options.part_bytes / (other.plane.down_mbps * 1e6)
+        now, plane = self._world.now, other.plane
+        plane.down_free = max(now, plane.down_free + took)
+        self._world.later(plane.down_free - now, self._arrive, sender, other, stamp, call, args)
 
     def _arrive(
         self,

@@ -16,6 +16,7 @@ from moshpitd.core.messages import Hello, Invite, Join, Lineage, NotMember, Snap
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from tests.kit.hands import Hands, record_of
+from tests.unit.test_core_lateness import eight
 
 DATA_PLANE = {
     # The core only hands these on; exchange and the local API make them, and their tests do.
@@ -134,6 +135,13 @@ def withdrawn() -> Hands:
     hands.cancel(tokens["p00"])
     hands.finish()
     return hands
+
+
+def too_slow() -> Hands:
+    wires = eight()
+    for _ in range(3):
+        wires.round()
+    return wires
 
 
 def no_reducer() -> Hands:
@@ -276,6 +284,7 @@ SCENES: dict[Reason, Callable[[], Hands]] = {
     Reason.SILENT: lambda: dead_member("silent"),
     Reason.NOT_MEMBER: not_member,
     Reason.WITHDRAWN: withdrawn,
+    Reason.SLOW: too_slow,
     Reason.PART_SIZE: part_size,
     Reason.PARITY: parity,
     Reason.AUDIT: audit,

@@ -72,6 +72,11 @@ def test_a_note_of_a_newer_core_is_not_an_error(metrics: NodeMetrics) -> None:
             {"result": "without_result"},
         ),
         (
+            Note("offers_less", reason="too_slow", fields={"parts": 3, "offered": 2}),
+            "moshpit_parts_total",
+            {"result": "withheld"},
+        ),
+        (
             Note("member_excluded", reason="link_lost"),
             "moshpit_excluded_total",
             {"reason": "link_lost"},

@@ -1,0 +1,270 @@
+"""Who is too slow for the others, and what follows: a round is not paced by the slowest link.
+
+Every part waits for everybody's contribution, so one member on a link ten times slower would make
+the round ten times longer for all. A reducer knows when most members had delivered everything;
+whoever takes far longer than that is told so in the reducers' Parity. Told by most of them twice in
+a row, it offers only as many parts as it can bring in the others' time, others in each round, and
+says at once which will not come (`Without`), so that nobody waits for them and nothing is sent in
+vain. What it offers grows again while it is in time. The reducer's own bound is for those that are
+slow and do not know it yet: beyond it they are left out of the parts that they have not delivered.
+
+One rule: being late is no fault. It is judged only against what most others needed at the same
+reducer, only when we listen (a starved judge finds nobody late), and never sooner than silence
+would be; results still go to whoever is late, and it gets no strike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from moshpitd.core.messages import Again, Without
+from moshpitd.core.outcome import Reason
+from moshpitd.core.quiet import DEVIATIONS, Quiet
+from moshpitd.core.standing import LOOKS, Standing, chunks
+from moshpitd.core.verdict import Lane
+
+IN_A_ROW = 2
+"""Rounds in which most reducers must find us late before we offer less, and in which a member's
+last message must be missing before it is not waited for: once is a stall, of a machine or ours."""
+SLACK = 1.25
+"""Of the others' time, for a member that is known to be slow: it has offered what it can bring in
+that time, and a quarter more is what its first tries to offer more may cost the others."""
+SLACK_S = 0.2
+"""At least so long a slow member's last message is waited for: a look's time, and a round trip."""
+SLACK_LOOKS = 2
+"""Looks after most were done before a slow member is left out: the first may come at once."""
+GROWTH = 0.125
+"""What is offered grows by so much after a round in time, by twice as much after the next: back at
+everything within seven rounds from a tenth, and a slow link is tried rarely."""
+MOST, SOME = 1 / 2, 1 / 4  # of the reducers that our parts went to
+WHOLE = 1000  # shares are told in thousandths
+
+
+class Offer:
+    """What this peer learned of its own pace, and of the others' as listeners, in a run's rounds.
+
+    Invariant: 0 < share <= 1; at most `most` peers are remembered, those met last."""
+
+    def __init__(self, most: int) -> None:
+        self.share = 1.0
+        self._late = self._in_time = 0  # rounds in a row
+        self._unheard: dict[str, int] = {}  # peer -> rounds in a row that ended without its Parity
+        self._busy: dict[str, float] = {}  # peer -> until when it takes what we hold
+        self._most = most
+
+    def learn(self, reports: Sequence[int], *, asked: int, parts: int) -> None:
+        """A round is over: of `asked` reducers these found us late, each with the share (in
+        thousandths) of what we offered that would have been in time. We offer of `parts` parts."""
+        if not asked or not parts:
+            return
+        # Who offers everything believes most only; who does not is at its limit and listens closer.
+        if len(reports) > asked * (MOST if self.share == 1.0 else SOME):
+            self._late, self._in_time = self._late + 1, 0
+            if self.share < 1.0:
+                in_time = (sum(reports) + WHOLE * (asked - len(reports))) / asked
+                self.share = max(self.share * in_time / WHOLE, 1.0 / parts)
+            elif self._late >= IN_A_ROW:
+                self.share = max(median(reports) / WHOLE, 1.0 / parts)
+        else:
+            self._late = 0
+            self.share = min(1.0, self.share * (1.0 + GROWTH * 2**self._in_time))
+            self._in_time = self._in_time + 1 if self.share < 1.0 else 0
+
+    def heard(self, peer_id: str) -> None:
+        """A round with this peer has ended for us, after its last message."""
+        self._unheard.pop(peer_id, None)
+        self._busy.pop(peer_id, None)
+
+    def left(self, peer_id: str, *, until: float) -> None:
+        """It has ended for us before; until then the peer takes what we hold."""
+        missed, _ = self._unheard.pop(peer_id, 0), self._busy.pop(peer_id, None)
+        self._unheard[peer_id], self._busy[peer_id] = missed + 1, until
+        for known in (self._unheard, self._busy):
+            if len(known) > self._most:
+                del known[next(iter(known))]
+
+    def done(self, peer_id: str) -> None:
+        """It says that it has everything of a round that was over for us."""
+        self._busy.pop(peer_id, None)
+
+    def lags(self, peer_id: str) -> bool:
+        """Are rounds over for us before they are for this peer, as a rule?"""
+        return self._unheard.get(peer_id, 0) >= IN_A_ROW
+
+    def busy(self, peer_id: str, now: float) -> bool:
+        """Does it still take the results of a round that is over for us?"""
+        return now < self._busy.get(peer_id, now)
+
+
+@dataclass(slots=True)
+class Lateness:
+    """Invariant: a member is found late at most once a round, with the share it had in time."""
+
+    st: Standing
+    offer: Offer
+    quiet: Quiet
+    started: float
+    looks: int = 0  # since most were done
+    found: dict[int, int] = field(default_factory=dict)  # member -> its share in thousandths
+    withheld: dict[int, bool] = field(default_factory=dict)  # parts that we do not contribute to
+    asked: dict[int, bool] = field(default_factory=dict)  # members that our parts went to
+    parts: int = 0  # of others, that we could contribute to
+
+    # -- our own contribution
+
+    def offered(self, parts_of: list[list[int]]) -> list[list[int]]:
+        """Of the parts of each member those that we contribute to; everybody is told of the rest.
+
+        They follow each other, and begin elsewhere in every round: in time all parts get some.
+        """
+        st = self.st
+        self.asked = {i: True for i, ps in enumerate(parts_of) if ps and i != st.index}
+        self.parts = sum(len(parts_of[i]) for i in self.asked)
+        # Of two neither can be slower than most.
+        contributors = sum(one.weight > 0 for one in st.group.members)
+        count = max(1, int(self.offer.share * self.parts + 1e-9))
+        if count >= self.parts or contributors <= 2:
+            return parts_of
+        theirs = sorted(p for i, ps in enumerate(parts_of) if i != st.index for p in ps)
+        first = int.from_bytes(st.group_id[:8], "big") % self.parts
+        turned = theirs[first:] + theirs[:first]
+        self.withheld = dict.fromkeys(sorted(turned[count:]), True)
+        st.lanes[st.index].slow = True
+        for chunk in chunks(list(self.withheld)):
+            st.tell(Without(st.group_id, Reason.SLOW, chunk))
+        st.note("offers_less", reason=Reason.SLOW.value, parts=self.parts, offered=count)
+        kept = [[p for p in parts if p not in self.withheld] for parts in parts_of]
+        self.asked = {i: True for i in self.asked if kept[i]}
+        return kept
+
+    def withhold(self, sender: int, again: Again) -> Again:
+        """Somebody took these parts over and wants our contribution: what we did not offer to the
+        first does not come now either. Returns what is left."""
+        rest = tuple(part for part in again.parts if part in self.withheld)
+        if rest:
+            self.st.send(sender, Without(self.st.group_id, Reason.SLOW, rest))
+            kept = tuple(part for part in again.parts if part not in self.withheld)
+            again = replace(again, parts=kept)
+        return again
+
+    # -- the others' contributions to what we reduce
+
+    def arrived(self, sender: int) -> None:
+        """A contribution of this member is here. The last one, and it is late?"""
+        st = self.st
+        if not 0 <= sender < len(st.lanes):
+            return
+        lane = st.lanes[sender]
+        lane.part_at = st.now
+        lane.first_at = lane.first_at if lane.parts_in else st.now
+        lane.parts_in += 1
+        if lane.owes_parts:
+            return
+        needed = self._needed_s(but=sender)
+        if needed is not None and self._late(sender, lane, needed, self.started):
+            self._find(sender, lane, needed)
+
+    def judge(self, *, calm: bool) -> list[int]:
+        """Members that are left out of what they have not delivered. Not `calm`: somebody died and
+        parts are on their way to other reducers, or we stood still; then no time says anything."""
+        st = self.st
+        needed = self._needed_s() if calm and st.awaiting else None
+        if needed is None:
+            self.looks = 0
+            return []
+        self.looks += 1
+        late = []
+        for index in self._contributors():
+            lane = st.lanes[index]
+            if not lane.owes_parts or lane.muted is not None or lane.unheard:
+                continue  # a quiet link is another matter
+            # Of whom nothing came yet we do not know that it has begun.
+            begun = lane.first_at if lane.parts_in else None
+            since = self.started if lane.slow else begun
+            if since is not None and self._late(index, lane, needed, since):
+                self._find(index, lane, needed)
+                late.append(index)
+        return late
+
+    def _contributors(self) -> list[int]:
+        return [i for i in self.st.others() if self.st.group.members[i].weight > 0]
+
+    def _needed_s(self, but: int = -1) -> float | None:
+        """How long most members (with ourselves) needed to deliver to us all that they offer; None
+        while most have not. A few that are far slower than those do not stretch it."""
+        contributors = self._contributors()
+        lanes = [self.st.lanes[i] for i in contributors if i != but]
+        done = sorted(
+            lane.part_at - self.started
+            for lane in lanes
+            if lane.parts_in and not lane.owes_parts and not lane.slow
+        )
+        most = max(1, (len(contributors) + 1) // 2)
+        if len(done) < most:
+            return None
+        middle = median(done)
+        spread = median(abs(one - middle) for one in done)
+        return max(done[most - 1], min(done[-1], middle + DEVIATIONS * spread))
+
+    def _late(self, index: int, lane: Lane, needed: float, since: float) -> bool:
+        took = self.st.now - since
+        if lane.slow:
+            return self.looks >= SLACK_LOOKS and took > SLACK * needed
+        patience = self.quiet.limit_s(self.st.group.members[index].peer_id)
+        bound = max(needed * self.st.params.slow_ratio, needed + patience)
+        return self.looks >= LOOKS and took > bound
+
+    def _find(self, index: int, lane: Lane, needed: float) -> None:
+        if index in self.found:
+            return
+        offered = lane.parts_in + lane.owes_parts
+        in_time = lane.parts_in / offered * needed / max(needed, self.st.now - self.started)
+        self.found[index] = min(WHOLE - 1, int(WHOLE * in_time))
+        whole = len(self.st.lanes)
+        self.st.late = tuple(self.found.get(i, WHOLE) for i in range(whole))
+
+    # -- the end
+
+    def told(self, sender: int, late: tuple[int, ...]) -> None:
+        """A member's last message says whom it found late."""
+        st = self.st
+        st.lanes[sender].says_late = late
+        for index, share in enumerate(late[: len(st.lanes)]):
+            if 0 <= share < WHOLE:
+                st.lanes[index].slow = True
+
+    def patience_s(self, exchange_s: float) -> float:
+        """How long the last messages are waited for that are still missing."""
+        usual = self.st.params.parity_timeout_s
+        missing = [i for i in self.st.others() if self.st.lanes[i].parity is None]
+        if missing and all(self._lags(i) for i in missing):
+            return min(usual, max(SLACK_S, (SLACK - 1.0) * exchange_s))
+        return usual
+
+    def linger_until(self, now: float, deadline_at: float) -> float:
+        """For how long our results stay for those that have not said that they have them: whoever
+        is slow may need its whole call."""
+        missing = [i for i in self.st.others() if self.st.lanes[i].parity is None]
+        if any(self._lags(i) for i in missing):
+            return deadline_at
+        return min(now + self.st.params.result_timeout_s, deadline_at)
+
+    def _lags(self, index: int) -> bool:
+        peer_id = self.st.group.members[index].peer_id
+        return self.st.lanes[index].slow or self.offer.lags(peer_id)
+
+    def learn(self, *, until: float) -> None:
+        """The round has ended here; our results stay until then."""
+        st = self.st
+        for index in st.others():
+            peer_id = st.group.members[index].peer_id
+            if st.lanes[index].parity is not None:
+                self.offer.heard(peer_id)
+            else:  # of others its word may have got lost
+                self.offer.left(peer_id, until=until if self._lags(index) else st.now)
+        spoke = [st.lanes[i] for i in self.asked if st.lanes[i].parity is not None]
+        shares = [lane.says_late[st.index] for lane in spoke if st.index < len(lane.says_late)]
+        reports = [share for share in shares if 0 <= share < WHOLE]
+        self.offer.learn(reports, asked=len(spoke), parts=self.parts)
