@@ -21,6 +21,7 @@ from moshpitd.core.asking import Asking
 from moshpitd.core.calls import Calls
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, Send
+from moshpitd.core.graph import PeerGraph
 from moshpitd.core.hearing import Hearing
 from moshpitd.core.messages import (
     Accepted,
@@ -92,8 +93,10 @@ class Peer:
         run: str,
         codec: str = "float32",
         sequence: int = 0,
+        own: PeerGraph | None = None,
     ) -> None:
-        """`sequence` must exceed that of any record an earlier life of this peer made."""
+        """`sequence` must exceed that of any record an earlier life of this peer made; `own` is
+        the operator's topology, if there is one."""
         self.params, self.peer_id, self.run, self.codec = params, peer_id, run, codec
         self.state = State(
             params=params,
@@ -105,6 +108,7 @@ class Peer:
             presence=Presence(params, Record(peer_id, sequence, b"", 0, Lineage(), codec=codec)),
             donor=Donor(params),
             quiet=Quiet(params),
+            own=own,
         )
         self.conductor = Conductor(self.state)
         self.hearing = Hearing(self.state, self.conductor)
