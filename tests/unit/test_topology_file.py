@@ -74,7 +74,7 @@ def test_the_order_of_a_file_is_nobodys_business(tmp_path: Path) -> None:
     [
         ('edges = [["a", "e"]]', "edges[0]", "'e' is unknown .*expected a name of .peers.: a, b"),
         ('edges = [["a", "b"], ["c", "d"]]', "edges", "no way from peer a to c .*a connected"),
-        (f"directed = true\n{CHAIN}", "edges", "no way from peer a to d"),
+        (f"directed = true\n{CHAIN}", "edges", "no way from peer a to c"),
         (SHARES.replace("0.25", "-0.25"), "edges[1]", "-0.25 is negative .*a share of 0 or more"),
         (SHARES.replace("0.25", "0"), "edges[1]", "the share 0 .*above 0"),
         (SHARES.replace("0.25", "nan"), "edges[1]", "nan is refused .*a number"),
