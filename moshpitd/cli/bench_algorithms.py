@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 RUN_S = 240.0
 """For one line: the slowest algorithm tries four learning rates, at about a second per 100 steps of
 four trainers, several times that on a busy machine."""
+OF_SESSIONS = ("moshpit-sgd", "gradient-averaging")  # beside the names of `by_name`
 PROCESSES = 2  # that make the losses: one per core of the smallest machine that benches run on
 
 
@@ -60,7 +61,6 @@ def algorithms(
     from moshpitd.cli.bench_figures import check_writable, load, write_json
     from moshpitd.cli.bench_processes import check_range
     from moshpitd.cli.output import console, text
-    from moshpitd.testing.bench.algorithms import PER_HIDDEN, WARM_STEPS
 
     check_range("--peers", peers, 2, 16)
     check_range("--steps", steps, 20, 100_000)
@@ -71,8 +71,7 @@ def algorithms(
     check_writable(json_file)
     check_writable(csv_file)
     nets, names = _nets(networks), _names(only)
-    hidden = max(1, round(params / PER_HIDDEN))
-    plan = Plan(peers, hidden, timed, compute, warm=WARM_STEPS / steps)
+    plan = Plan(peers, int(params), steps=timed, of=steps, compute_s=compute)
     before, out = load(), console()
     why_not = _why_not(modelled)
     if why_not:
@@ -81,12 +80,11 @@ def algorithms(
         runs, failed = _losses(names, peers=peers, steps=steps, seeds=seeds, bar=bar)
         able = [name for name in names if name not in failed]
         cells = {} if why_not else _cells(nets, able, plan, failed, bar)
-    size = hidden * PER_HIDDEN
     report: dict[str, Any] = {
         "peers": peers,
         "steps": steps,
         "timed_steps": timed,
-        "parameters": size,
+        "parameters": plan.params,
         "compute_s": compute,
         "networks": [_told(net) for net in nets],
         "not_measured": why_not,
@@ -97,7 +95,7 @@ def algorithms(
             {"network": net, "algorithm": name, **asdict(cell)}
             for (net, name), cell in cells.items()
         ],
-        "rows": rows_of(runs, nets, cells, params=size, compute_s=compute),
+        "rows": rows_of(runs, nets, cells, params=plan.params, compute_s=compute),
     }
     for net in nets:
         out.print(_table(report, net))
@@ -127,14 +125,15 @@ def _nets(chosen: str) -> list[Net]:
 def _names(only: Sequence[str] | None) -> list[str]:
     """In the order of the table, and with the one whose time is the budget."""
     from moshpitd.cli.bench_algorithms_rows import YARDSTICK
-    from moshpitd.testing.bench.algorithms import NAMES
+    from moshpitd.client.optim import ALGORITHMS
 
+    known = (*OF_SESSIONS, *ALGORITHMS)
     for name in only or ():
-        if name not in NAMES:
+        if name not in known:
             raise ConfigError(
-                f"unknown algorithm {name!r}", key="--only", expected=", ".join(NAMES)
+                f"unknown algorithm {name!r}", key="--only", expected=", ".join(known)
             )
-    return [name for name in NAMES if not only or name in (*only, YARDSTICK)]
+    return [name for name in known if not only or name in (*only, YARDSTICK)]
 
 
 def _why_not(modelled: bool) -> str:

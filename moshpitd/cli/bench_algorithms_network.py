@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 WARM_UP = 8
 """Steps before those that are timed, without pace: daemons hear of the run, links open, replicas of
 neighbours are exchanged, and what averages every 8 steps has done so once."""
-WINDOW = {"averaging.window_s": 2.0, "averaging.answer_timeout_s": 1.0}
-"""A window for uneven trainers only costs time where all of them run on one machine."""
+SETTINGS = {
+    "averaging.window_s": 2.0,
+    "averaging.answer_timeout_s": 1.0,
+    "averaging.part_bytes": 1 << 16,
+}
+"""A window for uneven trainers only costs time where all of them run on one machine. Small parts,
+because a model of real size has thousands of them, of which every peer reduces its share."""
 CONTROL, LINKS = 4001, 4002  # ports of the proxies; a namespace's ports are its own
 BEGIN_S = 60.0
 STEP_S = (
@@ -36,12 +41,6 @@ STEP_S = (
 )
 PATIENCE_S = 100.0  # beside that: three rounds that time out
 STAY_AT_ONE_NODE = ("asysg-incon",)  # memory of one node: all trainers are at the first daemon
-FROZEN_AT = {
-    "onebit-adam": "freeze_step", "zero-one-adam": "freeze_step", "onebit-lamb": "freeze_step",
-    "qadam": "warmup_steps",
-}  # fmt: skip
-"""Algorithms with a warm-up, which is as large a part of the timed steps as of the run whose losses
-are told."""
 WORKER, DELAYED = "moshpitd.testing.bench.by_name", "moshpitd.testing.bench.delayed"
 
 
@@ -60,14 +59,10 @@ def networks() -> tuple[Net, ...]:
 @dataclass(frozen=True, slots=True)
 class Plan:
     peers: int
-    hidden: int  # of the task's network
+    params: int  # of the model, about
     steps: int  # that are timed
+    of: int  # steps of the run that they stand for
     compute_s: float
-    warm: float  # which part of an algorithm's run is its warm-up, where it has one
-
-    def options(self, name: str) -> dict[str, Any]:
-        key = FROZEN_AT.get(name)
-        return {key: WARM_UP + max(1, round(self.warm * self.steps))} if key else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,7 @@ def _site(net: Net, plan: Plan) -> Iterator[_Site]:
     # The namespaces last longer than the processes in them: `processes` ends first.
     with kernel.namespaces(lines) as places, processes() as (children, folder):
         swarm = Swarm(
-            children, folder, peers=plan.peers, numel=0, settings=WINDOW,
+            children, folder, peers=plan.peers, numel=0, settings=SETTINGS,
             places=[_place(one, delayed=net.latency_s > 0) for one in places],
         )  # fmt: skip
         if net.latency_s > 0:
@@ -208,7 +203,7 @@ class _Site:
             trainer.child.kill()
         self._lives += 1
         arguments = ["-m", WORKER, "--peers", str(self._plan.peers)]
-        arguments += ["--hidden", str(self._plan.hidden)]
+        arguments += ["--params", str(self._plan.params)]
         self._trainers = [
             start_worker(
                 self._swarm.children,
@@ -227,7 +222,7 @@ class _Site:
         for trainer, node in zip(self._trainers, here, strict=True):
             trainer.tell(
                 "begin", run=f"{name}-{self._lives}", socket=str(node.socket), algorithm=name,
-                options=plan.options(name),
+                before=WARM_UP, timed=plan.steps, of=plan.of,
             )  # fmt: skip
         for trainer in self._trainers:
             trainer.good(trainer.hear(BEGIN_S), "begin")

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from moshpitd.cli.bench_algorithms import _names, _nets
-from moshpitd.cli.bench_algorithms_network import WARM_UP, Cell, Plan, networks, pace
+from moshpitd.cli.bench_algorithms_network import Cell, networks, pace
 from moshpitd.cli.bench_algorithms_rows import COLUMNS, loss_at, rows_of, seconds_per_step
 from moshpitd.client.optim import ALGORITHMS
 from moshpitd.errors import ConfigError
 from moshpitd.sim.costs.net import Net
 from moshpitd.testing.bench import algorithms as bench
+from moshpitd.testing.bench.by_name import options_of
 
 NET = Net("test", latency_s=0.1, up_bits_per_s=8e6, goodput=1.0)  # 1 MB/s
 
@@ -102,10 +103,13 @@ def test_a_cell_is_the_slowest_trainers_pace_without_its_first_meetings() -> Non
 
 
 def test_a_warm_up_is_the_same_part_of_the_timed_steps() -> None:
-    plan = Plan(peers=4, hidden=10, steps=16, compute_s=0.0, warm=0.2)
-    assert plan.options("onebit-adam") == {"freeze_step": WARM_UP + 3}
-    assert plan.options("qadam") == {"warmup_steps": WARM_UP + 3}
-    assert plan.options("d-psgd") == {}
+    def options(name: str, of: int = 200) -> dict[str, Any]:
+        return options_of(name, before=8, timed=16, of=of)
+
+    assert options("onebit-adam") == {"freeze_step": 8 + 3}
+    assert options("qadam") == {"warmup_steps": 8 + 3}
+    assert options("qadam", of=20) == {"warmup_steps": 8 + 16}, "none of its run is compressed"
+    assert options("d-psgd") == {}
 
 
 def test_what_is_chosen_is_known_or_refused() -> None:

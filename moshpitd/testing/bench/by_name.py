@@ -27,7 +27,9 @@ from moshpitd.testing.bench.algorithms import (
     EVERY,
     GRADIENTS,
     MOSHPIT,
+    PER_HIDDEN,
     SHARE,
+    WARM_STEPS,
     Problem,
     batches_of,
     closure_of,
@@ -41,14 +43,27 @@ TIMEOUT_S = 30.0
 LR = 1e-3
 """Small, because what is timed must stay finite at any width; the learning rates of the losses are
 tuned where the losses are."""
+FROZEN_AT = {
+    "onebit-adam": "freeze_step", "zero-one-adam": "freeze_step", "onebit-lamb": "freeze_step",
+    "qadam": "warmup_steps",
+}  # fmt: skip
+"""Algorithms with a warm-up, which is as large a part of the timed steps as of the run whose losses
+are told."""
+
+
+def options_of(name: str, *, before: int, timed: int, of: int) -> dict[str, Any]:
+    """For `timed` steps that stand for a run `of` so many; `before` them are some that nobody
+    times."""
+    key = FROZEN_AT.get(name)
+    return {key: before + max(1, round(min(1.0, WARM_STEPS / of) * timed))} if key else {}
 
 
 class Trainer:
     """Orders: `begin` with an algorithm, `steps` as often as wanted, `end`."""
 
-    def __init__(self, index: int, peers: int, hidden: int) -> None:
+    def __init__(self, index: int, peers: int, params: int) -> None:
         self._index, self._peers = index, peers
-        self._problem = Problem(0, peers, hidden)
+        self._problem = Problem(0, peers, max(1, round(params / PER_HIDDEN)))
         self._session: Session | None = None
         self._optimizer: Any = None
         self._model = nn.Module()
@@ -68,8 +83,10 @@ class Trainer:
         self._session = session
         if not session.wait_attached(ATTACH_S):
             return {"error": f"no daemon at {order['socket']} within {ATTACH_S:.0f} s"}
-        self._optimizer = self._made(order["algorithm"], session, order["options"])
-        return {}
+        name = order["algorithm"]
+        options = options_of(name, before=order["before"], timed=order["timed"], of=order["of"])
+        self._optimizer = self._made(name, session, options)
+        return {"parameters": sum(value.numel() for value in self._problem.start)}
 
     def _made(self, name: str, session: Session, options: dict[str, Any]) -> Any:
         def told(result: Result) -> None:
@@ -143,10 +160,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m moshpitd.testing.bench.by_name")
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--peers", type=int, required=True)
-    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--params", type=int, required=True, help="about so many")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    serve(Trainer(args.index, args.peers, args.hidden).orders())
+    serve(Trainer(args.index, args.peers, args.params).orders())
 
 
 if __name__ == "__main__":
