@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 RUN_S = 240.0
 """For one line: the slowest algorithm tries four learning rates, at about a second per 100 steps of
 four trainers, several times that on a busy machine."""
-OF_SESSIONS = ("moshpit-sgd", "gradient-averaging")  # beside the names of `by_name`
 PROCESSES = 2  # that make the losses: one per core of the smallest machine that benches run on
 
 
@@ -70,15 +69,15 @@ def algorithms(
     check_range("--compute", compute, 0.0, 60.0)
     check_writable(json_file)
     check_writable(csv_file)
-    nets, names = _nets(networks), _names(only)
+    nets = _nets(networks)
     plan = Plan(peers, int(params), steps=timed, of=steps, compute_s=compute)
     before, out = load(), console()
     why_not = _why_not(modelled)
     if why_not:
         out.print(text(f"seconds are modelled: {why_not}", "yellow"))
     with _bar() as bar:
-        runs, failed = _losses(names, peers=peers, steps=steps, seeds=seeds, bar=bar)
-        able = [name for name in names if name not in failed]
+        runs, failed = _losses(only or (), peers=peers, steps=steps, seeds=seeds, bar=bar)
+        able = list(dict.fromkeys(run["algorithm"] for run in runs))
         cells = {} if why_not else _cells(nets, able, plan, failed, bar)
     report: dict[str, Any] = {
         "peers": peers,
@@ -122,20 +121,6 @@ def _nets(chosen: str) -> list[Net]:
     return [known[word] for word in words]
 
 
-def _names(only: Sequence[str] | None) -> list[str]:
-    """In the order of the table, and with the one whose time is the budget."""
-    from moshpitd.cli.bench_algorithms_rows import YARDSTICK
-    from moshpitd.client.optim import ALGORITHMS
-
-    known = (*OF_SESSIONS, *ALGORITHMS)
-    for name in only or ():
-        if name not in known:
-            raise ConfigError(
-                f"unknown algorithm {name!r}", key="--only", expected=", ".join(known)
-            )
-    return [name for name in known if not only or name in (*only, YARDSTICK)]
-
-
 def _why_not(modelled: bool) -> str:
     from moshpitd.cli.namespaces import missing
 
@@ -155,28 +140,35 @@ def _bar() -> Any:
 
 
 def _losses(
-    names: Sequence[str], *, peers: int, steps: int, seeds: int, bar: Any
+    only: Sequence[str], *, peers: int, steps: int, seeds: int, bar: Any
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """All runs, in the order of `names`, and who failed, why."""
-    from moshpitd.cli.bench_processes import processes, start_worker
+    """All runs, in the order of the table, and who failed, why. Always with the one whose time is
+    the budget of seconds."""
+    from moshpitd.cli.bench_algorithms_rows import YARDSTICK
+    from moshpitd.cli.bench_processes import START_S, processes, start_worker
 
-    task = bar.add_task("losses, in one process each", total=len(names))
+    task = bar.add_task("losses", total=None)
     lines: list[dict[str, Any]] = []
     with processes() as (children, folder):
         workers = []
-        for index in range(min(PROCESSES, len(names))):
+        for index in range(PROCESSES):
             arguments = ["-m", "moshpitd.testing.bench.algorithms"]
-            arguments += ["--only", *names[index::PROCESSES]]
-            for key, value in (("--peers", peers), ("--steps", steps), ("--seeds", seeds)):
-                arguments += [key, str(value)]
+            arguments += ["--only", YARDSTICK, *only] if only else []
+            arguments += ["--share", str(index), str(PROCESSES), "--peers", str(peers)]
+            arguments += ["--steps", str(steps), "--seeds", str(seeds)]
             name = f"process {index} of the losses"
             workers.append(start_worker(children, name, arguments, folder / f"{index}.log"))
-        done: set[str] = set()
+        told, *_ = [worker.hear(START_S) for worker in workers]
+        if told["unknown"]:
+            raise ConfigError(
+                f"unknown algorithm {told['unknown'][0]!r}", key="--only",
+                expected=", ".join(told["known"]),
+            )  # fmt: skip
+        names = told["chosen"]
+        bar.update(task, total=len(names))
         for line in _heard(workers, RUN_S * max(1.0, steps / 200)):
             lines.append(line)
-            done.add(line["algorithm"])
-            bar.update(task, completed=max(0, len(done) - len(workers)))
-        bar.update(task, completed=len(names))
+            bar.update(task, completed=len({line["algorithm"] for line in lines}))
     failed = {line["algorithm"]: line["error"] for line in lines if "error" in line}
     runs = [line for line in lines if "error" not in line]
     return sorted(runs, key=lambda run: names.index(run["algorithm"])), failed
@@ -184,21 +176,21 @@ def _losses(
 
 def _heard(workers: Sequence[Worker], patience_s: float) -> Iterator[dict[str, Any]]:
     """What they tell, as it comes, until all have ended."""
-    from moshpitd.cli.bench_processes import START_S
-
     left = list(workers)
     while left:
-        descriptors = [worker.fileno for worker in left]
-        ready, _, _ = select.select(descriptors, [], [], START_S + patience_s)
-        # If nobody has said anything for so long, `hear` says so of the first.
-        for worker in [one for one in left if one.fileno in ready] or left[:1]:
-            line: dict[str, Any] | None = worker.hear()
-            while line is not None:
+        for worker in left:
+            while (line := worker.heard()) is not None:  # what came along with the one before
                 if line.get("event") == "end":
-                    left.remove(worker)
                     break
                 yield line
-                line = worker.heard()
+            if line is not None:
+                left.remove(worker)
+                break
+        else:
+            descriptors = [worker.fileno for worker in left]
+            ready, _, _ = select.select(descriptors, [], [], patience_s)
+            if not ready:
+                left[0].hear(0.0)  # nobody said anything for so long: it says so
 
 
 def _cells(

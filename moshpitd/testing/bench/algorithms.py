@@ -314,13 +314,18 @@ def tell(line: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m moshpitd.testing.bench.algorithms")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--only", nargs="+", default=NAMES)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help="which, of how many")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in args.only:
+    chosen = [name for name in NAMES if name in args.only]
+    unknown = [name for name in args.only if name not in NAMES]
+    tell({"event": "names", "chosen": chosen, "unknown": unknown, "known": NAMES})
+    which, of = args.share
+    for name in () if unknown else chosen[which::of]:
         try:
             runs = [run(name, lr, 0, peers=args.peers, steps=args.steps) for lr in grid_of(name)]
             best = min(runs, key=lambda found: found["losses"][-1])
