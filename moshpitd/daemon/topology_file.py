@@ -137,12 +137,15 @@ def _edges(given: object, words: list[str], *, directed: bool) -> tuple[Shares, 
 
 def _matrix(given: object, words: list[str], *, directed: bool) -> Shares:
     size = len(words)
-    square = isinstance(given, list) and len(given) == size
-    if not square or not all(isinstance(row, list) and len(row) == size for row in given):  # type: ignore[union-attr]
+    whole = (
+        isinstance(given, list)
+        and len(given) == size
+        and all(isinstance(row, list) and len(row) == size for row in given)
+    )
+    if not whole or not isinstance(given, list):
         raise ConfigError(
             "has another shape", key="matrix", expected=f"{size} rows of {size}, one per peer"
         )
-    assert isinstance(given, list)
     matrix = [
         [_number(value, f"matrix[{i}][{j}]") for j, value in enumerate(row)]
         for i, row in enumerate(given)

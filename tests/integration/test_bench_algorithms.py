@@ -51,7 +51,7 @@ async def test_a_trainer_steps_when_it_is_told(name: str) -> None:
             return await asyncio.gather(*asking)
 
         begun = await ask("begin", run="r", algorithm=name, before=0, timed=STEPS, of=200)
-        assert begun == [{"parameters": 51 * 39}] * PEERS
+        assert begun == [{"parameters": 51 * 39 + 6}] * PEERS
         told = await ask("steps", count=STEPS, compute_s=0.0, at=time.monotonic())
         await ask("end")
     for one in told:
