@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pp-marina": {"chance": 0.25},
     "vr-diana": {"refresh": BATCH / SHARE},
     "adiana": {"mu": 0.01},
+    "ec-sgd-diana": {"two_sided": True},  # a group of daemons agrees on one codec
     "asysg-con": {"batch": 4, "max_staleness": 4},
 }
 """Beside the learning rate; everything else is each class's default."""

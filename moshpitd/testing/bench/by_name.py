@@ -43,6 +43,7 @@ TIMEOUT_S = 30.0
 LR = 1e-3
 """Small, because what is timed must stay finite at any width; the learning rates of the losses are
 tuned where the losses are."""
+SOME_TAKE_PART = ("pp-marina",)  # rounds in which not all count are as they should be
 FROZEN_AT = {
     "onebit-adam": "freeze_step", "zero-one-adam": "freeze_step", "onebit-lamb": "freeze_step",
     "qadam": "warmup_steps",
@@ -100,8 +101,9 @@ class Trainer:
             return GradientAveraging(self._model, inner, session, on_result=told)
         # A run opens at its first round, where two may meet before all have attached; such a round
         # is made again.
+        least = 1 if name in SOME_TAKE_PART else self._peers
         swarm = SwarmOfDaemons(
-            session, heard=self._hear, min_participants=self._peers, timeout_s=TIMEOUT_S
+            session, heard=self._hear, min_participants=least, timeout_s=TIMEOUT_S
         )
         return make(name, LR, self._problem, self._model, self._index, swarm, **options)
 
