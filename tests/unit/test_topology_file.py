@@ -224,6 +224,10 @@ def test_active_and_passive_take_turns_along_every_way() -> None:
     assert star.partners("b", {"d"}) == ["d"]
     assert [star.partners(name, everybody) for name in "acde"] == [[], [], [], []]
     assert star.partners("stranger", everybody) == []
+    triangle = PeerGraph(tuple("abc"), OwnTopology(3, ((0, 1), (1, 2), (2, 0))))
+    assert [triangle.partners(name, set("abc")) for name in "abc"] == [[], ["a"], ["a"]], (
+        "two that are both active would wait for each other"
+    )
 
 
 def test_a_meeting_is_with_a_neighbour_of_the_file() -> None:
