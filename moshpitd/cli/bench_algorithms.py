@@ -1,201 +1,259 @@
 """`bench algorithms`: every training algorithm on one small task, by steps and by seconds.
 
-One rule: what is learned and what is sent is counted in a run with the shipped arithmetic and
-codecs; seconds come from the cost model of `sim` for two networks, and are called modelled.
-
-A step takes its compute, and for every round that it waits for the hops of that kind times the
-latency, and its bytes at the busiest node's rate. A round that lands in a later step costs only
-what it takes longer than a step's compute. Bytes are scaled from the small task to `--params`.
+One rule: what is learned is counted in a run with the shipped arithmetic and codecs, the same
+initial parameters, batches and samples for all; what a step takes is measured on real daemons at
+two emulated networks. Where there can be none it comes from the cost model of `sim`, and every row
+says which (`seconds_from`).
 """
 
 from __future__ import annotations
 
 import csv
+import select
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moshpitd.errors import ConfigError
+
 if TYPE_CHECKING:
+    from moshpitd.cli.bench_algorithms_network import Cell, Plan
+    from moshpitd.cli.bench_processes import Worker
     from moshpitd.sim.costs.net import Net
 
-HOPS = {"average": 4, "exchange": 1, "meeting": 2, "store": 2}
-"""In a row: a group average is a round trip for each phase, a neighbour's message is one way."""
 RUN_S = 240.0
 """For one line: the slowest algorithm tries four learning rates, at about a second per 100 steps of
 four trainers, several times that on a busy machine."""
-HALF = 0.5
-"""Of the steps: what the exact mean gradient gets in that time is the budget of seconds."""
-YARDSTICK = "gradient-allreduce"
-COLUMNS = (
-    "algorithm", "network", "lr", "seed", "samples", "bytes_per_step", "busiest_node_bytes",
-    "seconds_per_step", "loss_at_steps", "loss_at_seconds", "loss_std",
-)  # fmt: skip
+PROCESSES = 2  # that make the losses: one per core of the smallest machine that benches run on
 
 
 def algorithms(
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated.")
     ] = None,
+    networks: Annotated[
+        str, typer.Option(metavar="NAMES", help="Which, with commas between.")
+    ] = "lan,wan",
+    modelled: Annotated[
+        bool, typer.Option("--modelled", help="Do not measure: seconds from the cost model.")
+    ] = False,
     peers: Annotated[int, typer.Option(help="Trainers.")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps of each trainer.")] = 200,
+    steps: Annotated[int, typer.Option(help="Steps of each trainer, for the losses.")] = 200,
     seeds: Annotated[int, typer.Option(help="Runs at the best learning rate.")] = 3,
-    params: Annotated[float, typer.Option(help="Parameters that bytes are scaled to.")] = 1e8,
-    compute: Annotated[float, typer.Option(metavar="SECONDS", help="Compute of a step.")] = 0.5,
+    timed: Annotated[int, typer.Option(help="Steps that are timed on the daemons.")] = 16,
+    params: Annotated[float, typer.Option(help="Parameters of the model that is timed.")] = 250e3,
+    compute: Annotated[float, typer.Option(metavar="SECONDS", help="Of a gradient.")] = 0.1,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write rows there, and FILE.csv beside it."),
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything there.")
+    ] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows there.")
     ] = None,
 ) -> None:
-    """Compare all training algorithms: bytes, modelled seconds on two networks, and losses."""
-    from moshpitd.cli.bench_figures import check_writable, write_json
-    from moshpitd.cli.bench_processes import START_S, check_range, processes, start_worker
-    from moshpitd.cli.output import console
+    """Compare all training algorithms: bytes and seconds on two networks, and losses."""
+    from moshpitd.cli.bench_algorithms_network import Plan
+    from moshpitd.cli.bench_algorithms_rows import grid_of, rows_of
+    from moshpitd.cli.bench_figures import check_writable, load, write_json
+    from moshpitd.cli.bench_processes import check_range
+    from moshpitd.cli.output import console, text
 
     check_range("--peers", peers, 2, 16)
     check_range("--steps", steps, 20, 100_000)
     check_range("--seeds", seeds, 1, 100)
-    check_range("--params", params, 1e3, 1e12)
-    check_range("--compute", compute, 0.0, 3600.0)
+    check_range("--timed", timed, 8, 10_000)
+    check_range("--params", params, 1e3, 1e8)
+    check_range("--compute", compute, 0.0, 60.0)
     check_writable(json_file)
-    names = list(dict.fromkeys([YARDSTICK, *only])) if only else []
-    arguments = ["-m", "moshpitd.testing.bench.algorithms", *(["--only", *names] if names else [])]
-    for key, value in (("--peers", peers), ("--steps", steps), ("--seeds", seeds)):
-        arguments += [key, str(value)]
-    runs: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
-    with processes() as (children, folder):
-        worker = start_worker(children, "the algorithms' process", arguments, folder / "log")
-        while (line := worker.hear(START_S + RUN_S * steps / 200)).get("event") != "end":
-            if "error" in line:
-                failed[line["algorithm"]] = line["error"]
-            else:
-                runs.append(line)
+    check_writable(csv_file)
+    nets = _nets(networks)
+    plan = Plan(peers, int(params), steps=timed, of=steps, compute_s=compute)
+    before, out = load(), console()
+    why_not = _why_not(modelled)
+    if why_not:
+        out.print(text(f"seconds are modelled: {why_not}", "yellow"))
+    with _bar() as bar:
+        runs, failed = _losses(only or (), peers=peers, steps=steps, seeds=seeds, bar=bar)
+        able = list(dict.fromkeys(run["algorithm"] for run in runs))
+        cells = {} if why_not else _cells(nets, able, plan, failed, bar)
     report: dict[str, Any] = {
         "peers": peers,
         "steps": steps,
-        "parameters": params,
+        "timed_steps": timed,
+        "parameters": plan.params,
         "compute_s": compute,
-        "grid": _grid(runs),
+        "networks": [_told(net) for net in nets],
+        "not_measured": why_not,
+        "load": {"before": before, "after": load()},
+        "grid": grid_of(runs),
         "failed": failed,
-        "rows": rows_of(runs, params=params, compute_s=compute),
+        "measured": [
+            {"network": net, "algorithm": name, **asdict(cell)}
+            for (net, name), cell in cells.items()
+        ],
+        "rows": rows_of(runs, nets, cells, params=plan.params, compute_s=compute),
     }
-    console().print(_table(report))
-    console().print(_grid_table(report["grid"]))
+    for net in nets:
+        out.print(_table(report, net))
+    for what, why in failed.items():
+        out.print(text(f"{what}: {why}", "red"))
+    out.print(_grid_table(report["grid"]))
+    out.print(f"load {before:.1f} before, {report['load']['after']:.1f} after")
     write_json(json_file, report)
-    if json_file is not None:
-        _write_csv(json_file.with_name(json_file.name + ".csv"), report["rows"])
+    if csv_file is not None:
+        _write_csv(csv_file, report["rows"])
     raise typer.Exit(1 if failed else 0)
 
 
-def networks() -> tuple[Net, ...]:
-    """Volunteers at home, and machines of one cloud in several regions (the two settings of the
-    scaling table)."""
-    from moshpitd.sim.costs.net import Net
+def _nets(chosen: str) -> list[Net]:
+    from moshpitd.cli.bench_algorithms_network import networks
 
-    return (
-        Net("volunteers", latency_s=0.04, up_bits_per_s=20e6, down_bits_per_s=100e6),
-        Net("cloud", latency_s=0.025, up_bits_per_s=1e9),
-    )
-
-
-def rows_of(
-    runs: Sequence[Mapping[str, Any]], *, params: float, compute_s: float
-) -> list[dict[str, Any]]:
-    """A row per algorithm, network and seed, for the runs at each one's best learning rate."""
-    chosen = [run for run in runs if not run["tuning"]]
-    ends: dict[str, list[float]] = {}
-    for run in chosen:
-        ends.setdefault(run["algorithm"], []).append(run["losses"][-1])
-    rows = []
-    for net in networks():
-        yardstick = [run for run in chosen if run["algorithm"] == YARDSTICK]
-        budget = 0.0
-        if yardstick:
-            each = seconds_per_step(yardstick[0], net, params=params, compute_s=compute_s)
-            budget = HALF * yardstick[0]["steps"] * each
-        for run in chosen:
-            scale = params / run["parameters"]
-            each = seconds_per_step(run, net, params=params, compute_s=compute_s)
-            rows.append(
-                {
-                    "algorithm": run["algorithm"],
-                    "network": net.name,
-                    "lr": run["lr"],
-                    "seed": run["seed"],
-                    "samples": run["samples"],
-                    "bytes_per_step": run["bytes_per_step"] * scale,
-                    "busiest_node_bytes": run["busiest_node_bytes"] * scale,
-                    "seconds_per_step": each,
-                    "loss_at_steps": run["losses"][-1],
-                    "loss_at_seconds": loss_at(run, budget / each),
-                    "loss_std": statistics.pstdev(ends[run["algorithm"]]),
-                }
+    known = {net.name: net for net in networks()}
+    words = list(dict.fromkeys(filter(None, chosen.split(","))))
+    for word in words or [chosen]:
+        if word not in known:
+            raise ConfigError(
+                f"unknown network {word!r}", key="--networks", expected=", ".join(known)
             )
-    return rows
+    return [known[word] for word in words]
 
 
-def seconds_per_step(run: Mapping[str, Any], net: Net, *, params: float, compute_s: float) -> float:
-    """Modelled, in the mean over steps. Bytes go with the rounds that are hidden where there are
-    any: what such algorithms wait for are comparisons of a few bytes."""
-    size: float = run["busiest_node_bytes"] * params / run["parameters"]
-    carried = net.bandwidth_s(size, size)
-    waited: float = sum(rate * HOPS[kind] for kind, rate in run["waited"].items()) * net.latency_s
-    if not run["hidden"]:
-        return compute_s + waited + carried
-    rounds: float = sum(run["hidden"].values())
-    hops: float = sum(rate * HOPS[kind] for kind, rate in run["hidden"].items())
-    one = (hops * net.latency_s + carried) / rounds
-    return compute_s + waited + rounds * max(0.0, one - compute_s)
+def _why_not(modelled: bool) -> str:
+    from moshpitd.cli.namespaces import missing
+
+    if modelled:
+        return "asked for"
+    reason = missing()
+    return f"no network namespaces here: {reason}" if reason else ""
 
 
-def loss_at(run: Mapping[str, Any], step: float) -> float:
-    """Between two points of the curve; its last one for whoever had more time than steps."""
-    losses: Sequence[float] = run["losses"]
-    at: float = step / run["steps"] * (len(losses) - 1)
-    if at >= len(losses) - 1:
-        return losses[-1]
-    low = int(at)
-    return losses[low] + (at - low) * (losses[low + 1] - losses[low])
+def _bar() -> Any:
+    """On stderr, so that what is printed on stdout can be piped."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _grid(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """What each learning rate came to, seed 0."""
-    found: dict[str, dict[str, float]] = {}
-    for run in runs:
-        if run["seed"] == 0:
-            found.setdefault(run["algorithm"], {})[f"{run['lr']:g}"] = run["losses"][-1]
-    return found
+def _losses(
+    only: Sequence[str], *, peers: int, steps: int, seeds: int, bar: Any
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """All runs, in the order of the table, and who failed, why. Always with the one whose time is
+    the budget of seconds."""
+    from moshpitd.cli.bench_algorithms_rows import YARDSTICK
+    from moshpitd.cli.bench_processes import START_S, processes, start_worker
+
+    task = bar.add_task("losses", total=None)
+    lines: list[dict[str, Any]] = []
+    with processes() as (children, folder):
+        workers = []
+        for index in range(PROCESSES):
+            arguments = ["-m", "moshpitd.testing.bench.algorithms"]
+            arguments += ["--only", YARDSTICK, *only] if only else []
+            arguments += ["--share", str(index), str(PROCESSES), "--peers", str(peers)]
+            arguments += ["--steps", str(steps), "--seeds", str(seeds)]
+            name = f"process {index} of the losses"
+            workers.append(start_worker(children, name, arguments, folder / f"{index}.log"))
+        told, *_ = [worker.hear(START_S) for worker in workers]
+        if told["unknown"]:
+            raise ConfigError(
+                f"unknown algorithm {told['unknown'][0]!r}", key="--only",
+                expected=", ".join(told["known"]),
+            )  # fmt: skip
+        names = told["chosen"]
+        bar.update(task, total=len(names))
+        for line in _heard(workers, RUN_S * max(1.0, steps / 200)):
+            lines.append(line)
+            bar.update(task, completed=len({line["algorithm"] for line in lines}))
+    failed = {line["algorithm"]: line["error"] for line in lines if "error" in line}
+    runs = [line for line in lines if "error" not in line]
+    return sorted(runs, key=lambda run: names.index(run["algorithm"])), failed
 
 
-def _table(report: Mapping[str, Any]) -> Any:
+def _heard(workers: Sequence[Worker], patience_s: float) -> Iterator[dict[str, Any]]:
+    """What they tell, as it comes, until all have ended."""
+    left = list(workers)
+    while left:
+        for worker in left:
+            while (line := worker.heard()) is not None:  # what came along with the one before
+                if line.get("event") == "end":
+                    break
+                yield line
+            if line is not None:
+                left.remove(worker)
+                break
+        else:
+            descriptors = [worker.fileno for worker in left]
+            ready, _, _ = select.select(descriptors, [], [], patience_s)
+            if not ready:
+                left[0].hear(0.0)  # nobody said anything for so long: it says so
+
+
+def _cells(
+    nets: Sequence[Net], names: Sequence[str], plan: Plan, failed: dict[str, str], bar: Any
+) -> dict[tuple[str, str], Cell]:
+    from moshpitd.cli.bench_algorithms_network import measure
+
+    cells: dict[tuple[str, str], Cell] = {}
+    for net in nets:
+        task = bar.add_task(f"steps on {net.name}", total=len(names))
+
+        def told(name: str, cell: Cell | str, net: Net = net, task: Any = task) -> None:
+            if isinstance(cell, str):
+                failed[f"{name} on {net.name}"] = cell
+            else:
+                cells[net.name, name] = cell
+            bar.advance(task)
+
+        measure(net, names, plan, told)
+    return cells
+
+
+def _told(net: Net) -> dict[str, Any]:
+    return {
+        "network": net.name,
+        "up_mbps": net.up_bits_per_s / 1e6,
+        "down_mbps": (net.down_bits_per_s or net.up_bits_per_s) / 1e6,
+        "delay_s": net.latency_s,
+    }
+
+
+def _table(report: Mapping[str, Any], net: Net) -> Any:
     from moshpitd.cli.output import size, table
 
-    heads = ("algorithm", "network", "lr #", "busiest node #", "s per step #")
-    first: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    heads = (
+        "algorithm", "lr #", "sent per step #", "busiest node #", "s per step #", "",
+        "loss at steps #", "std #", "at seconds #",
+    )  # fmt: skip
+    first: dict[str, list[Mapping[str, Any]]] = {}
     for row in report["rows"]:
-        first.setdefault((row["network"], row["algorithm"]), []).append(row)
+        if row["network"] == net.name:
+            first.setdefault(row["algorithm"], []).append(row)
     lines = []
-    for (network, name), rows in first.items():
+    for name, rows in first.items():
         at_steps = statistics.fmean(row["loss_at_steps"] for row in rows)
         at_seconds = statistics.fmean(row["loss_at_seconds"] for row in rows)
         one = rows[0]
         lines.append(
             (
-                name, network, f"{one['lr']:g}", size(one["busiest_node_bytes"]),
-                f"{one['seconds_per_step']:.2f}", f"{at_steps:.3f}",
-                f"{one['loss_std']:.3f}", f"{at_seconds:.3f}",
+                name, f"{one['lr']:g}", size(one["bytes_per_step"]),
+                size(one["busiest_node_bytes"]), f"{one['seconds_per_step']:.3f}",
+                one["seconds_from"], f"{at_steps:.3f}", f"{one['loss_std']:.3f}",
+                f"{at_seconds:.3f}",
             )
         )  # fmt: skip
-    for name, why in report["failed"].items():
-        lines.append((name, "-", "-", "-", "-", "-", "-", why))
+    told = _told(net)
     title = (
-        f"{report['steps']} steps of {report['peers']} trainers; bytes for "
-        f"{report['parameters']:g} parameters, seconds modelled"
+        f"{net.name}: {told['up_mbps']:g} Mbit/s up, {told['down_mbps']:g} down, "
+        f"{told['delay_s'] * 1e3:g} ms one way; {report['peers']} trainers, "
+        f"{report['parameters']:,} parameters, gradients of {report['compute_s']:g} s; losses "
+        f"after {report['steps']} steps"
     )
-    return table(title, (*heads, "loss at steps #", "std #", "at seconds #"), lines)
+    return table(title, heads, lines)
 
 
 def _grid_table(grid: Mapping[str, Mapping[str, float]]) -> Any:
@@ -209,6 +267,8 @@ def _grid_table(grid: Mapping[str, Mapping[str, float]]) -> Any:
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    from moshpitd.cli.bench_algorithms_rows import COLUMNS
+
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -113,6 +114,12 @@ def lost(one: Namespace) -> int:
     told = _run("ip", "netns", "exec", one.name, _tool("nft"), "list", "table", "inet", "loss")
     found = re.search(r"counter packets (\d+)", told)
     return int(found[1]) if found else 0
+
+
+def sent_bytes(one: Namespace) -> int:
+    """What its line has carried away from it so far, headers included, as the kernel counts."""
+    told = json.loads(_run("ip", "-n", one.name, "-j", "-s", "link", "show", "eth0"))
+    return int(told[0]["stats64"]["tx"]["bytes"])
 
 
 def remove_left_behind() -> list[str]:

@@ -33,6 +33,7 @@ def exchange_of(
             part_sizes=state.part_sizes,
             trainer=mixing.trainer,
             mix=mixing.mix,
+            own=state.own,
             started=now,
             deadline_at=deadline_at,
             quiet=state.quiet,

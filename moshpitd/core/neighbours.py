@@ -34,6 +34,7 @@ from moshpitd.core.events import (
     Listened,
     Mix,
 )
+from moshpitd.core.graph import OWN, PeerGraph
 from moshpitd.core.messages import Counts, Group, Letter, Message, NotMember
 from moshpitd.core.outcome import Heard, Outcome, Reason, Row, Status
 from moshpitd.core.params import Params
@@ -97,6 +98,7 @@ class Neighbours:
     started: float
     deadline_at: float
     quiet: Quiet
+    own: PeerGraph | None = None  # the operator's topology, for who mixes by that
     index: int = -1
     finished: Outcome | None = None
     parity_sent_at: float | None = None  # as a round has it: there is no such phase here
@@ -109,7 +111,7 @@ class Neighbours:
     def __post_init__(self) -> None:
         members = self.group.members
         self.index = next(i for i, member in enumerate(members) if member.peer_id == self.me)
-        rows = rows_of(self.group, self.mix.topology)
+        rows = rows_of(self.group, self.mix.topology, self.own)
         mine, now = rows[self.index], self.started
         self.kept = mine.get(self.index, 0.0)
         slots = 0
@@ -418,16 +420,20 @@ class Verdicts:
         return [Send(sender, Counts(message.group_id, counts, answer=True))]
 
 
-def rows_of(group: Group, topology: str) -> list[dict[int, float]]:
+def rows_of(group: Group, topology: str, own: PeerGraph | None = None) -> list[dict[int, float]]:
     """The matrix of the group's round, the same at every member: per target, source -> share."""
+    if topology == OWN and own is not None:
+        return own.rows([member.peer_id for member in group.members])
     seed = hashlib.blake2b(f"{group.key}/{topology}".encode(), digest_size=8).digest()
     schedule = schedule_for(topology, len(group.members), seed=int.from_bytes(seed, "big"))
     return schedule.sample(group.round).rows()
 
 
-def most_neighbours(topology: str, max_group: int) -> int:
+def most_neighbours(topology: str, max_group: int, own: PeerGraph | None = None) -> int:
     """How many messages a member of any group may have to take in one round: room for as many is
     what a trainer's bucket needs. Rounds repeat (shifts) or differ in whom, not in how many."""
+    if topology == OWN and own is not None:
+        return own.most_neighbours
     most = 1
     for peers in range(2, max_group + 1):
         for t in range(2):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from moshpitd.core import events as ev
 from moshpitd.core.effects import ClosePair, Finish, OpenPair, PushPair, Send
+from moshpitd.core.graph import OWN
 from moshpitd.core.messages import Hello, Pair, PairAnswer
 from moshpitd.core.mixing import EdgeMixing
 from moshpitd.core.outcome import Outcome, Reason, Status
@@ -187,6 +188,9 @@ class Pairs:
         """One of our passive neighbours among those that are known to be there."""
         state = self.state
         others = [entry.record.peer_id for entry in state.swarm.live(state.record.schema)]
+        if topology == OWN and state.own is not None:
+            ways = state.own.partners(state.peer_id, others)
+            return state.rng.choice(ways) if ways else None
         names = sorted([state.peer_id, *others])
         rank = names.index(state.peer_id)
         mixing = schedule_for(topology, len(names)).sample(0)

@@ -21,6 +21,7 @@ from moshpitd.core.asking import Asking
 from moshpitd.core.calls import Calls
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, Send
+from moshpitd.core.graph import PeerGraph
 from moshpitd.core.hearing import Hearing
 from moshpitd.core.lateness import Offer
 from moshpitd.core.messages import (
@@ -93,8 +94,10 @@ class Peer:
         run: str,
         codec: str = "float32",
         sequence: int = 0,
+        own: PeerGraph | None = None,
     ) -> None:
-        """`sequence` must exceed that of any record an earlier life of this peer made."""
+        """`sequence` must exceed that of any record an earlier life of this peer made; `own` is
+        the operator's topology, if there is one."""
         self.params, self.peer_id, self.run, self.codec = params, peer_id, run, codec
         self.state = State(
             params=params,
@@ -107,6 +110,7 @@ class Peer:
             donor=Donor(params),
             quiet=Quiet(params),
             offer=Offer(params.max_candidates),
+            own=own,
         )
         self.conductor = Conductor(self.state)
         self.hearing = Hearing(self.state, self.conductor)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from moshpitd.core.catchup import needs_snapshot
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, Note, Send
+from moshpitd.core.graph import PeerGraph
 from moshpitd.core.lateness import Offer
 from moshpitd.core.messages import Hello, Lineage, Message, Record
 from moshpitd.core.outcome import Reason
@@ -36,6 +37,7 @@ class State:
     donor: Donor
     quiet: Quiet
     offer: Offer
+    own: PeerGraph | None = None  # the operator's topology
     part_sizes: tuple[int, ...] = ()
     trainers: dict[str, bool] = field(default_factory=dict)  # trainer -> it has to load our state
     invites: dict[str, tuple[str, float]] = field(default_factory=dict)  # leader -> (key, until)

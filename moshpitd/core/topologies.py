@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from moshpitd.core.grid import cell, meeting_key, rekey
 from moshpitd.core.messages import Shape
 from moshpitd.core.mixing import (
+    Edge,
     EdgeMixing,
     GroupMixing,
     Mixing,
@@ -27,6 +28,8 @@ from moshpitd.core.mixing import (
     undirected,
 )
 from moshpitd.errors import ConfigError
+
+_ROUNDING = 1e-9  # of weights that a person wrote with a dozen digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +238,17 @@ class MoshpitGrid:
 
 @dataclass(frozen=True, slots=True)
 class OwnTopology:
-    """A graph from the operator. Invariant: every peer's value can get to every other peer."""
+    """A graph from the operator. Invariant: every peer's value can get to every other peer, and
+    nobody gives away more than it has.
+
+    `weights`, one per pair, are the shares that cross an edge (both ways, or along an arrow); left
+    out, `undirected` and `directed` say them.
+    """
 
     peers: int
     pairs: tuple[tuple[int, int], ...]
     arrows: bool = False  # True: pairs are (from, to), and push-sum weights are needed
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require_peers(self.peers)
@@ -250,6 +259,8 @@ class OwnTopology:
                     key="topology.edges",
                     expected=f"peers 0 to {self.peers - 1}",
                 )
+        if self.weights:
+            self._check_weights()
         back = [(target, source) for source, target in self.pairs]
         there = list(self.pairs) if self.arrows else [*self.pairs, *back]
         home = back if self.arrows else there
@@ -262,27 +273,58 @@ class OwnTopology:
                     expected="a connected graph",
                 )
 
-    def sample(self, t: int, dead: Collection[int] = ()) -> Mixing:
+    def _check_weights(self) -> None:
+        if len(self.weights) != len(self.pairs):
+            raise ConfigError(
+                f"{len(self.weights)} weights for {len(self.pairs)} edges",
+                key="topology.weights",
+                expected="one for each edge, or none at all",
+            )
+        seen: set[tuple[int, int]] = set()
+        for (source, target), weight in zip(self.pairs, self.weights, strict=True):
+            way = (source, target) if self.arrows else (min(source, target), max(source, target))
+            if source == target or way in seen:
+                raise ConfigError(
+                    f"edge {source} {target} has two weights, or joins a peer to itself",
+                    key="topology.edges",
+                    expected="each pair of peers once; what a peer keeps is what is left",
+                )
+            seen.add(way)
+            if not 0.0 < weight <= 1.0:
+                raise ConfigError(
+                    f"edge {source} {target} has the weight {weight}",
+                    key="topology.weights",
+                    expected="a share above 0, and at most 1",
+                )
+        for peer, own in enumerate(self._weighted().own):
+            if own < -_ROUNDING:
+                raise ConfigError(
+                    f"the edges of peer {peer} carry {1.0 - own:.6g} of what it has",
+                    key="topology.weights",
+                    expected="at most 1 in all, so that rows and columns sum to one"
+                    if not self.arrows
+                    else "at most 1 in all, so that columns sum to one",
+                )
+
+    def sample(self, t: int, dead: Collection[int] = ()) -> EdgeMixing:
+        if self.weights:
+            return self._weighted().without(dead)
         weigh = directed if self.arrows else undirected
         return weigh(self.peers, self.pairs).without(dead)
 
-
-def parse_edges(text: str, *, file: str = "") -> tuple[tuple[int, int], ...]:
-    """Edges of a topology file: two peer numbers a line, `#` starts a comment."""
-    pairs = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        words = line.split("#", 1)[0].split()
-        if not words:
-            continue
-        if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
-            raise ConfigError(
-                f"cannot read {line.strip()!r}",
-                file=file,
-                key=f"line {number}",
-                expected="two peer numbers",
-            )
-        pairs.append((int(words[0]), int(words[1])))
-    return tuple(pairs)
+    def _weighted(self) -> EdgeMixing:
+        edges = []
+        for (source, target), weight in zip(self.pairs, self.weights, strict=True):
+            edges.append(Edge(source, target, weight))
+            if not self.arrows:
+                edges.append(Edge(target, source, weight))
+        given: list[list[float]] = [[] for _ in range(self.peers)]
+        for edge in edges:
+            given[edge.source].append(edge.weight)
+        # A sum of thirds is a few units above one now and then; nobody keeps less than nothing.
+        own = [1.0 - math.fsum(weights) for weights in given]
+        kept = tuple(max(0.0, left) if left > -_ROUNDING else left for left in own)
+        return EdgeMixing(self.peers, tuple(edges), kept)
 
 
 NAMES = (

@@ -77,6 +77,10 @@ def parse_multiaddr(text: str) -> Address:
     return Address(text, host, port, peer_id, relayed)
 
 
+def is_peer_id(text: str) -> bool:
+    return _PEER_ID.fullmatch(text) is not None
+
+
 def parse_host_port(text: str) -> Address:
     """`HOST:PORT` or `[IPv6]:PORT`. Raises `ValueError` with the reason."""
     host, colon, port_text = text.rpartition(":")

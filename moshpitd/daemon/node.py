@@ -73,6 +73,7 @@ class Node:
         self.peer_id = ""
         self.warnings = [str(finding) for finding in settings.findings()]
         self._params = settings.averaging.params()
+        self._own = settings.own_topology()
         self._claims: Claims | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="node")
         self._exchange: Exchange | None = None
@@ -298,6 +299,7 @@ class Node:
             run=name,
             codec=group_codec(codec or averaging.codec),
             sequence=int(time.time() * 1000),
+            own=self._own,
         )
         driver = Driver(peer, self)
         ground = Ground(

@@ -126,7 +126,7 @@ class Run:
 
     async def attach(self, attachment: Attachment) -> Trainer:
         """A bucket for a trainer; TrainerError when its tensors or the room do not fit."""
-        attachment.check()
+        attachment = attachment.checked(self.driver.peer)
         ground = self._ground
         layout = await ground.in_thread(Layout.from_specs, attachment.specs, ground.part_bytes)
         async with self._attaching:

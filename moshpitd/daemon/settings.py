@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from moshpitd.core.graph import PeerGraph
 from moshpitd.core.params import Params
 from moshpitd.daemon.addresses import Finding, address_warnings, parse_host_port, parse_multiaddr
 from moshpitd.daemon.choosing import group_codec
 from moshpitd.daemon.settings_sources import Misfit, Origin, Source, environment, refusal, toml_file
+from moshpitd.daemon.topology_file import read_topology
 from moshpitd.errors import ConfigError
 from moshpitd.rpc.channel import MAX_SOCKET_BYTES, default_socket
 
@@ -163,6 +165,10 @@ class _AveragingOwn(_Section):
     float32, and codecs whose error it cannot keep below the size of the parameters."""
     part_bytes: int = Field(default=1 << 20, ge=4096, le=1 << 26, multiple_of=64)
     """Size of a part, the unit of arithmetic and of loss."""
+    topology_file: str = ""
+    """TOML file with the PeerIDs that exchange with each other, for trainers that say
+    topology = "own"; the same on all nodes (configs/topology.toml). Empty: there is no such
+    topology here."""
 
     def params(self) -> Params:
         """The core's record of the same values."""
@@ -314,12 +320,19 @@ class Settings(BaseSettings):
         try:
             settings.check()
         except ConfigError as error:
+            if error.file:  # it is about what a setting names, and says so
+                raise
             file, key = next(
                 ((o.name, o.written(error.key)) for o in origins if o.holds(error.key)),
                 (str(config or ""), error.key),
             )
             raise ConfigError(error.message, file=file, key=key, expected=error.expected) from None
         return settings
+
+    def own_topology(self) -> PeerGraph | None:
+        """What the topology file says, if there is one. Raises `ConfigError`."""
+        name, most = self.averaging.topology_file, self.averaging.params().max_group
+        return read_topology(Path(name), max_peers=most) if name else None
 
     def check(self) -> None:
         """Raise `ConfigError` (dotted key) for values that do not fit together."""
@@ -340,6 +353,7 @@ class Settings(BaseSettings):
                 expected='"tls", or network.trusted_network = true beside it',
             )
         self._check_codec()
+        self.own_topology()
         for finding in self.findings():
             if finding.fatal:
                 raise ConfigError(

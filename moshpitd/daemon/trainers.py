@@ -11,14 +11,16 @@ import hashlib
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from moshpitd.core.events import Mix
+from moshpitd.core.graph import OWN, PeerGraph
 from moshpitd.core.messages import Lineage
 from moshpitd.core.neighbours import most_neighbours
 from moshpitd.core.outcome import OnPartial, Outcome, Reason, Status
 from moshpitd.core.params import Params
+from moshpitd.core.peer import Peer
 from moshpitd.core.soundness import MAX_MASS, MAX_SEQUENCE
 from moshpitd.core.topologies import NAMES
 from moshpitd.daemon.buffers import Bucket
@@ -51,13 +53,20 @@ class Attachment:
     full: bool = False
     pairs: bool = False  # its parameters lie here and meet others
     shared: bool = False  # it writes to the run's shared file too
+    own: PeerGraph | None = None  # what the topology "own" is on this node
 
-    def check(self) -> None:
+    def checked(self, peer: Peer) -> Attachment:
+        """With the operator's topology, where it mixes by that."""
+        if self.topology == OWN:
+            return replace(self, own=_own_topology(peer))._checked()
         if self.topology and self.topology not in NAMES:
             raise refusal(
                 "topology_refused",
-                f"topology {self.topology[:40]!r}, expected one of {', '.join(NAMES)}",
+                f"topology {self.topology[:40]!r}, expected one of {', '.join((*NAMES, OWN))}",
             )
+        return self._checked()
+
+    def _checked(self) -> Attachment:
         if not self.specs:
             raise refusal("no_tensors", "no tensors to average, expected at least one")
         if not 0 <= self.version < MAX_VERSION or len(self.founder_digest) > 64:
@@ -67,6 +76,7 @@ class Attachment:
             )
         if len(self.founder) > 128:
             raise TrainerError(f"founder of {len(self.founder)} characters, expected a PeerID")
+        return self
 
     @property
     def manner(self) -> str:
@@ -75,9 +85,10 @@ class Attachment:
         matrices."""
         if not self.topology:
             return ""
+        topology = self.topology if self.own is None else f"{OWN} {self.own.digest}"
         if self.pairs:
-            return f"meetings of two on topology {self.topology}"
-        return f"exchanges{' of differences' if self.full else ''} on topology {self.topology}"
+            return f"meetings of two on topology {topology}"
+        return f"exchanges{' of differences' if self.full else ''} on topology {topology}"
 
     def check_company(self, run: str, others: Collection[Trainer]) -> None:
         """May it join the run's `others` on this node?"""
@@ -87,6 +98,23 @@ class Attachment:
                 f"run {run!r} exchanges with neighbours, expected one trainer of it on a node: a "
                 "neighbour is a node",
             )
+
+
+def _own_topology(peer: Peer) -> PeerGraph:
+    own = peer.state.own
+    if own is None:
+        raise refusal(
+            "topology_refused",
+            f"topology {OWN!r}, but this node has none; expected a file that "
+            "averaging.topology_file names",
+        )
+    if peer.peer_id not in own.names:
+        raise refusal(
+            "topology_refused",
+            f"topology {OWN!r} does not name this peer; expected {peer.peer_id} among the peers of "
+            "the file that averaging.topology_file names",
+        )
+    return own
 
 
 @dataclass(slots=True)
@@ -249,7 +277,8 @@ def blocks_of(attachment: Attachment, layout: Layout, max_group: int) -> Blocks 
     """The room that an exchange with neighbours needs beside the message."""
     if not attachment.topology:
         return None
-    slots = 1 if attachment.pairs else most_neighbours(attachment.topology, max_group)
+    topology, own = attachment.topology, attachment.own
+    slots = 1 if attachment.pairs else most_neighbours(topology, max_group, own)
     return Blocks(layout.nbytes, slots, attachment.full)
 
 

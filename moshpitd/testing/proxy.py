@@ -130,8 +130,8 @@ class Path:
 
     # -- on the proxy's own loop -------------------------------------------------------------------
 
-    async def open(self, port: int) -> None:
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port)
+    async def open(self, port: int, host: str) -> None:
+        self._server = await asyncio.start_server(self._accepted, host, port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -191,12 +191,20 @@ class Proxies:
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
         self.paths: list[Path] = []
 
-    def to(self, target: str, *, port: int = 0, caller_of: CallerOf | None = None) -> Path:
-        """A path to `target` ("host:port"), which need not listen yet. `port` 0: any free one.
-        With `caller_of` a connection whose caller it does not know is reset."""
-        host, _, number = target.rpartition(":")
-        path = Path(self._loop, (host, int(number)), caller_of)
-        opening = asyncio.run_coroutine_threadsafe(path.open(port), self._loop)
+    def to(
+        self,
+        target: str,
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        caller_of: CallerOf | None = None,
+    ) -> Path:
+        """A path to `target` ("host:port"), which need not listen yet. `port` 0: any free one;
+        `host`: where it listens. With `caller_of` a connection whose caller it does not know is
+        reset."""
+        target_host, _, number = target.rpartition(":")
+        path = Path(self._loop, (target_host, int(number)), caller_of)
+        opening = asyncio.run_coroutine_threadsafe(path.open(port, host), self._loop)
         opening.result(START_TIMEOUT_S)
         self.paths.append(path)
         return path

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from moshpitd.core.effects import OpenEdges, Send
 from moshpitd.core.events import EdgeArrived, EdgesCoded, LinkLost, Mix
+from moshpitd.core.graph import PeerGraph
 from moshpitd.core.messages import Group, Lineage, Member, Message, Shape
 from moshpitd.core.neighbours import Neighbours, Verdicts
 from moshpitd.core.outcome import Reason, Row
@@ -40,6 +41,7 @@ class World:
     seed: int
     loss: float = 0.0
     full: bool = False
+    own: PeerGraph | None = None
     params: Params = field(default_factory=Params)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class World:
                 started=0.0,
                 deadline_at=TIMEOUT_S,
                 quiet=Quiet(self.params),
+                own=self.own,
             )
         for name in self.names:
             self.machines[name].start(0.0)

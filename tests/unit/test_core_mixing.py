@@ -456,12 +456,35 @@ def test_a_graph_that_cannot_mix_is_refused(
         OwnTopology(3, pairs, arrows)
 
 
-def test_a_topology_file_is_two_numbers_a_line() -> None:
-    text = "# my house\n0 1\n\n1 2  # stairs\n"
-    assert topologies.parse_edges(text) == ((0, 1), (1, 2))
-    for bad in ("0", "0 1 2", "a b", "-1 0", "0 ²"):
-        with pytest.raises(ConfigError, match="line 2: cannot read"):
-            topologies.parse_edges("0 1\n" + bad, file="edges.txt")
+@pytest.mark.parametrize(
+    ("pairs", "weights", "word"),
+    [
+        (((0, 1), (1, 2)), (0.5,), "1 weights for 2 edges"),
+        (((0, 1), (1, 0)), (0.5, 0.5), "edge 1 0 has two weights"),
+        (((0, 1), (1, 1)), (0.5, 0.5), "joins a peer to itself"),
+        (((0, 1), (1, 2)), (0.5, -0.1), "edge 1 2 has the weight -0.1"),
+        (((0, 1), (1, 2)), (0.5, 0.6), "edges of peer 1 carry 1.1"),
+    ],
+)
+def test_weights_that_lose_mass_are_refused(
+    pairs: tuple[tuple[int, int], ...], weights: tuple[float, ...], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        OwnTopology(3, pairs, weights=weights)
+
+
+def test_own_weights_keep_mass_whoever_is_away() -> None:
+    own = OwnTopology(3, ((0, 1), (1, 2)), weights=(0.25, 0.75))
+    np.testing.assert_allclose(
+        dense(own.sample(0)), [[0.75, 0.25, 0], [0.25, 0, 0.75], [0, 0.75, 0.25]]
+    )
+    np.testing.assert_allclose(
+        dense(own.sample(0, [2])), [[0.75, 0.25, 0], [0.25, 0.75, 0], [0, 0, 1]]
+    )
+    arrows = OwnTopology(3, ((0, 1), (1, 2), (2, 0)), True, (0.5, 0.25, 1.0))
+    w = dense(arrows.sample(0))
+    np.testing.assert_allclose(w, [[0.5, 0, 1], [0.5, 0.75, 0], [0, 0.25, 0]])
+    assert arrows.sample(0).needs_weights
 
 
 def test_settings_that_make_no_schedule() -> None:

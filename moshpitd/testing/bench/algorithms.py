@@ -4,7 +4,8 @@ initial parameters, the same batches in the same order, and the same number of s
 The task is small and made here: a network of 32-48-6 learns the classes that a fixed random one of
 the same shape gives to normal points, which four trainers have in equal, alike shares. Codecs,
 shares and turns are the shipped ones on `ArithmeticSwarm`; bytes are its payloads, and what a step
-waits for is counted where it waits. Each line that is told is one run: (algorithm, lr, seed).
+waits for is counted where it waits. Each line that is told is one run: (algorithm, lr, seed). What
+steps take on real daemons is measured with the same task by `testing.bench.by_name`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from moshpitd.testing.arithmetic import ArithmeticPeer, ArithmeticSwarm
 from moshpitd.testing.coding import Cut
 
 INPUTS, HIDDEN, CLASSES = 32, 48, 6
+PER_HIDDEN = INPUTS + 1 + CLASSES  # parameters that a unit of the hidden layer comes to
 SHARE, BATCH, TEST = 512, 32, 2048
 MARKS = 20  # points of a loss curve
 DIVERGED = 1e9  # a loss that is no number: JSON has no infinity
@@ -34,11 +36,12 @@ SGD_GRID = (0.1, 0.3, 1.0, 3.0)
 ADAM_GRID = (0.001, 0.003, 0.01, 0.03)
 ADAMS = ("onebit-adam", "zero-one-adam", "onebit-lamb", "qadam")
 EVERY = 8
+WARM_STEPS = 40  # of algorithms that have a warm-up
 OPTIONS: dict[str, dict[str, Any]] = {
-    "onebit-adam": {"freeze_step": 40},
-    "zero-one-adam": {"freeze_step": 40},
-    "onebit-lamb": {"freeze_step": 40},
-    "qadam": {"warmup_steps": 40},
+    "onebit-adam": {"freeze_step": WARM_STEPS},
+    "zero-one-adam": {"freeze_step": WARM_STEPS},
+    "onebit-lamb": {"freeze_step": WARM_STEPS},
+    "qadam": {"warmup_steps": WARM_STEPS},
     "async-model-average": {"every": EVERY, "delay": 1},
     "async-low-precision-average": {"every": EVERY, "delay": 1},
     "diloco": {"inner": torch.optim.SGD, "every": EVERY},
@@ -48,9 +51,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pp-marina": {"chance": 0.25},
     "vr-diana": {"refresh": BATCH / SHARE},
     "adiana": {"mu": 0.01},
+    "ec-sgd-diana": {"two_sided": True},  # a group of daemons agrees on one codec
     "asysg-con": {"batch": 4, "max_staleness": 4},
 }
 """Beside the learning rate; everything else is each class's default."""
+MOSHPIT, GRADIENTS = "moshpit-sgd", "gradient-averaging"
+NAMES = (MOSHPIT, GRADIENTS, *ALGORITHMS)
+"""The first two wrap a model and its session (`LocalSGD`, `GradientAveraging`), so they have no
+name of `by_name`."""
+SESSIONS = Coding("float16", feedback=True)
+"""How a session's tensors travel by default."""
 LR_NAMES = {"adiana": "eta"}
 
 
@@ -61,12 +71,12 @@ def grid_of(name: str) -> tuple[float, ...]:
 class Problem:
     """The data of all trainers, from one seed."""
 
-    def __init__(self, seed: int, peers: int) -> None:
-        self.draw = torch.Generator().manual_seed(seed)
-        teacher = network(self.draw)
+    def __init__(self, seed: int, peers: int, hidden: int = HIDDEN) -> None:
+        self.draw, self._hidden = torch.Generator().manual_seed(seed), hidden
+        teacher = network(self.draw, hidden)
         self.shares = [self._points(teacher, SHARE) for _ in range(peers)]
         self.test = self._points(teacher, TEST)
-        self.start = [value.clone() for value in network(self.draw).state_dict().values()]
+        self.start = [value.clone() for value in network(self.draw, hidden).state_dict().values()]
 
     def _points(self, teacher: nn.Module, count: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(count, INPUTS, generator=self.draw)
@@ -74,7 +84,7 @@ class Problem:
             return x, teacher(x).argmax(1)
 
     def model(self) -> nn.Module:
-        model = network(torch.Generator())
+        model = network(torch.Generator(), self._hidden)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), self.start, strict=True):
                 parameter.copy_(value)
@@ -93,8 +103,8 @@ class Problem:
             return loss if math.isfinite(loss) else DIVERGED
 
 
-def network(draw: torch.Generator) -> nn.Module:
-    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+def network(draw: torch.Generator, hidden: int = HIDDEN) -> nn.Module:
+    model = nn.Sequential(nn.Linear(INPUTS, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
     with torch.no_grad():
         for parameter in model.parameters():
             fan_in = parameter.shape[-1]
@@ -200,7 +210,7 @@ def run(name: str, lr: float, seed: int, *, peers: int, steps: int) -> dict[str,
     problem, swarm = Problem(seed, peers), ArithmeticSwarm(peers, seed=seed, cut=Cut.BAGUA)
     models = [problem.model() for _ in range(peers)]
     tallies = [Tally() for _ in range(peers)]
-    batches = [torch.Generator().manual_seed(1000 * seed + peer) for peer in range(peers)]
+    batches = [batches_of(seed, peer) for peer in range(peers)]
     optimizers = [
         make(name, lr, problem, models[peer], peer, Counted(swarm.peer(peer), tallies[peer]))
         for peer in range(peers)
@@ -236,10 +246,47 @@ def run(name: str, lr: float, seed: int, *, peers: int, steps: int) -> dict[str,
     }
 
 
+def batches_of(seed: int, peer: int) -> torch.Generator:
+    """What a trainer's batches are drawn from, in order."""
+    return torch.Generator().manual_seed(1000 * seed + peer)
+
+
+class MoshpitSGD:
+    """`LocalSGD` over SGD in arithmetic: the class itself wants a session, which has a clock."""
+
+    def __init__(self, model: nn.Module, lr: float, swarm: Any) -> None:
+        self._model, self._steps = model, 0
+        self._inner = torch.optim.SGD(model.parameters(), lr=lr)
+        self._average = swarm.averages(
+            MOSHPIT, like=dict(model.named_parameters()), coding=SESSIONS
+        )
+
+    def step(self, closure: Callable[[], float]) -> None:
+        self._inner.step(closure)
+        self._steps += 1
+        if self._steps % EVERY == 0:
+            with torch.no_grad():
+                own = dict(self._model.named_parameters())
+                for name, value in self._average.average(own).tensors.items():
+                    own[name].copy_(value)
+
+
 def make(
-    name: str, lr: float, problem: Problem, model: nn.Module, peer: int, swarm: Counted
+    name: str,
+    lr: float,
+    problem: Problem,
+    model: nn.Module,
+    peer: int,
+    swarm: Any,
+    **more: Any,
 ) -> Any:
-    options: dict[str, Any] = {LR_NAMES.get(name, "lr"): lr, **OPTIONS.get(name, {})}
+    """`swarm`: what `by_name` takes. `more` beats OPTIONS."""
+    options: dict[str, Any] = {LR_NAMES.get(name, "lr"): lr, **OPTIONS.get(name, {}), **more}
+    if name == MOSHPIT:
+        return MoshpitSGD(model, lr, swarm)
+    if name == GRADIENTS:  # a mean of gradients, then a step: in arithmetic the same thing
+        name = "gradient-allreduce"
+        options |= {"codec": SESSIONS.codec, "feedback": SESSIONS.feedback}
     if name == "vr-diana":
         options["full_gradient"] = closure_of(model, *problem.shares[peer])
     optimizer: Any = by_name(name, model.parameters(), swarm, **options)
@@ -268,13 +315,18 @@ def tell(line: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m moshpitd.testing.bench.algorithms")
-    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
+    parser.add_argument("--only", nargs="+", default=NAMES)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help="which, of how many")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in args.only:
+    chosen = [name for name in NAMES if name in args.only]
+    unknown = [name for name in args.only if name not in NAMES]
+    tell({"event": "names", "chosen": chosen, "unknown": unknown, "known": NAMES})
+    which, of = args.share
+    for name in () if unknown else chosen[which::of]:
         try:
             runs = [run(name, lr, 0, peers=args.peers, steps=args.steps) for lr in grid_of(name)]
             best = min(runs, key=lambda found: found["losses"][-1])
