@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moshpitd.core.allreduce import Round
 from moshpitd.core.events import Contributed
-from moshpitd.core.messages import Group
+from moshpitd.core.messages import Counts, Group, Message, Missing, Resend, TakeOver
 from moshpitd.core.neighbours import Neighbours
 from moshpitd.core.state import State
 
@@ -22,7 +22,9 @@ def exchange_of(
     late: Sequence[Contributed],
     deadline_at: float,
     now: float,
+    follows: bool = False,
 ) -> Exchange:
+    """`follows`: the last exchange, without matchmaking."""
     deadline_at = min(deadline_at, now + state.params.round_timeout_s)
     mixing = next((call for call in calls if call.mix is not None), None)
     if mixing is not None and mixing.mix is not None:  # the only one: the local API sees to that
@@ -36,6 +38,7 @@ def exchange_of(
             started=now,
             deadline_at=deadline_at,
             quiet=state.quiet,
+            follows=follows,
         )
     return Round(
         params=state.params,
@@ -49,3 +52,11 @@ def exchange_of(
         quiet=state.quiet,
         rng=state.rng,
     )
+
+
+QUESTIONS = (Missing, TakeOver, Resend, Counts)
+
+
+def is_question(message: Message) -> bool:
+    """Of a round, and somebody waits for an answer: not who says that an edge does not count."""
+    return isinstance(message, QUESTIONS) and getattr(message, "counts", True)

@@ -216,6 +216,22 @@ class Meeting:
             if self.state.swarm.lose(peer_id, Reason.NO_ANSWER):
                 self.state.note("peer_lost", peer_id, Reason.NO_ANSWER)
 
+    def moved_on(self, attempt: Attempt) -> bool:
+        """Did nobody come because our line is in a later round by now? Then we go there too."""
+        rounds = []
+        for peer_id, candidate in attempt.candidates.items():
+            entry = self.state.swarm.heard.get(peer_id)
+            if (
+                candidate.reason is Reason.MOVED
+                and entry is not None
+                and entry.record.shape == attempt.me.shape
+                and entry.record.round > attempt.me.round
+            ):
+                rounds.append(entry.record.round)
+        if rounds:
+            self.state.place.skip_to(rounds)
+        return bool(rounds)
+
     def _doubtful(self, attempt: Attempt) -> bool:
         """On a large grid: does somebody seem to be missing from our line?"""
         if is_flat(self.state.place.shape) or self._everybody_tells():
