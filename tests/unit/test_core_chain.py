@@ -1,0 +1,212 @@
+"""Exchanges that follow one another without matchmaking: one hop and the words about it, and the
+mixing stays what it is when peers die, come late, are slow, and messages vanish."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from moshpitd.core.messages import NotMember
+from moshpitd.core.outcome import Status
+from tests.kit.chains import PARTS, Chains
+
+UNDIRECTED = ("ring", "torus", "complete", "pairs", "random-matching")
+DIRECTED = ("static-exponential", "one-peer-exponential")
+
+
+def asked(world: Chains) -> dict[str, int]:
+    return {name: node.asked for name, node in world.nodes.items()}
+
+
+def shares(world: Chains) -> Counter[tuple[str, int, str, int]]:
+    """(taker, its step, giver, the giver's step) -> how often that share was taken."""
+    return Counter(
+        (name, step, one.peer_id, one.sequence)
+        for name, node in world.nodes.items()
+        for step, outcome in node.outcomes.items()
+        if outcome.row is not None
+        for one in outcome.row.heard
+    )
+
+
+def mixed_fairly(world: Chains, *, directed: bool, but: tuple[str, ...] = ()) -> None:
+    """Of all exchanges so far that ended at both ends: an edge counts at both or at none, a share
+    is at its giver or at its taker. `but`: those that died, whose last step nobody knows."""
+    taken = shares(world)
+    assert max(taken.values(), default=1) == 1
+    by_giver: Counter[tuple[str, int]] = Counter()
+    for name, node in world.nodes.items():
+        for step, outcome in node.outcomes.items():
+            row = outcome.row
+            if row is None:
+                assert outcome.status in (Status.ALONE, Status.FAILED)
+                continue
+            for one in row.heard:
+                by_giver[one.peer_id, one.sequence] += 1
+                giver = world.nodes[one.peer_id]
+                if one.peer_id in but or one.sequence not in giver.outcomes:
+                    continue
+                assert giver.outcomes[one.sequence].group_id == outcome.group_id
+                if not directed:
+                    assert taken[one.peer_id, one.sequence, name, step], (name, step, one)
+            if not directed:
+                total = row.own_share + sum(one.share for one in row.heard)
+                assert total == pytest.approx(1.0), (name, step)
+    if directed:
+        for name, node in world.nodes.items():
+            for step, outcome in node.outcomes.items():
+                row, group = outcome.row, outcome.group_id
+                others = [
+                    one.outcomes[s].row
+                    for other, one in world.nodes.items()
+                    if other != name
+                    for s in one.outcomes
+                    if one.outcomes[s].group_id == group
+                ]
+                members = [one for one in world.nodes if one != name]
+                ended = sum(1 for one in others if one is not None)
+                if name in but or row is None or ended < len(members) or set(but) & set(members):
+                    continue
+                given = sum(
+                    one.share
+                    for other in others
+                    if other is not None
+                    for one in other.heard
+                    if (one.peer_id, one.sequence) == (name, step)
+                )
+                assert row.own_share + given == pytest.approx(1.0), (name, step)
+
+
+@pytest.mark.parametrize("topology", [*UNDIRECTED, *DIRECTED])
+@pytest.mark.parametrize("peers", [2, 3, 8])
+def test_undisturbed_no_step_but_the_first_asks_for_a_group(topology: str, peers: int) -> None:
+    world = Chains(peers, topology)
+    world.settle(3)
+    before = asked(world)
+    world.settle(20)
+    assert asked(world) == before
+    for node in world.nodes.values():
+        last = [node.outcomes[step] for step in sorted(node.outcomes)[-15:]]
+        assert {one.status for one in last} == {Status.COMPLETE}
+    mixed_fairly(world, directed=topology in DIRECTED)
+
+
+@pytest.mark.parametrize(("topology", "hops"), [("ring", 2), ("pairs", 2), ("static-exponential", 3)])
+def test_it_takes_the_message_and_the_words_about_it(topology: str, hops: int) -> None:
+    """On directed edges the giver answers the taker. All begin at the same instant."""
+    world = Chains(8, topology)
+    for node in world.nodes.values():
+        node.compute_s = lambda: -world.now % 1.0 or 1.0
+    world.settle(8)
+    for node in world.nodes.values():
+        took = {step: node.ended[step] - node.began[step] for step in node.ended}
+        last = [took[step] for step in sorted(took)[-5:]]
+        assert max(last) <= hops * world.delay_s + 0.005, took
+
+
+def test_large_messages_look_for_a_group_each_time() -> None:
+    world = Chains(3, "ring", parts=(1 << 20,) * 3)
+    world.settle(3)
+    before = asked(world)
+    world.settle(5)
+    assert all(asked(world)[name] >= before[name] + 5 for name in list(world.nodes)[1:])
+    assert not [message for _, _, message in world.said if isinstance(message, NotMember)]
+
+
+@pytest.mark.parametrize("topology", [*UNDIRECTED, *DIRECTED])
+def test_one_that_comes_late_is_met_and_then_nobody_asks_again(topology: str) -> None:
+    world = Chains(4, topology)
+    world.settle(5)
+    late = world.add()
+    world.settle(10)
+    before = asked(world)
+    world.settle(10)
+    assert asked(world) == before
+    met = {one for (_, _, one, _) in shares(world)}
+    assert late in met
+    mixed_fairly(world, directed=topology in DIRECTED)
+
+
+@pytest.mark.parametrize("topology", [*UNDIRECTED, *DIRECTED])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_that_dies_costs_its_edges(topology: str, seed: int) -> None:
+    world = Chains(5, topology, seed=seed, jitter=1.0)
+    world.settle(5)
+    victim = world.rng.choice(list(world.nodes))
+    world.run(world.now + world.rng.uniform(0.0, 0.2))
+    world.kill(victim)
+    world.settle(15)
+    before = asked(world)
+    world.settle(5)
+    assert asked(world) == before, "the living follow on again"
+    living = [name for name in world.nodes if name != victim]
+    assert all(world.nodes[name].outcomes[max(world.nodes[name].outcomes)].row for name in living)
+    mixed_fairly(world, directed=topology in DIRECTED, but=(victim,))
+
+
+@pytest.mark.parametrize("topology", [*UNDIRECTED, *DIRECTED])
+@pytest.mark.parametrize("seed", range(4))
+def test_lost_late_and_repeated_messages_change_no_share(topology: str, seed: int) -> None:
+    world = Chains(5, topology, seed=seed, jitter=3.0, loss=0.05, twice=0.2)
+    world.settle(25)
+    world.loss = world.twice = 0.0
+    world.settle(8)
+    before = asked(world)
+    world.settle(4)
+    assert asked(world) == before
+    mixed_fairly(world, directed=topology in DIRECTED)
+
+
+@pytest.mark.parametrize("topology", ["ring", "one-peer-exponential"])
+@pytest.mark.parametrize("seed", range(4))
+def test_links_that_break_and_come_back_change_no_share(topology: str, seed: int) -> None:
+    world = Chains(5, topology, seed=seed, jitter=1.0)
+    world.settle(3)
+    for _ in range(12):
+        world.run(world.now + world.rng.uniform(0.0, 0.3))
+        world.cut(*world.rng.sample(list(world.nodes), 2))
+    world.settle(8)
+    before = asked(world)
+    world.settle(4)
+    assert asked(world) == before
+    mixed_fairly(world, directed=topology in DIRECTED)
+
+
+def test_a_slow_trainer_is_waited_for_as_long_as_matchmaking_would() -> None:
+    world = Chains(4, "ring")
+    world.settle(4)
+    slow = world.nodes["peer02"]
+    slow.compute_s = lambda: 1.0  # less than the window: everybody waits
+    world.settle(3)
+    before = asked(world)
+    world.settle(3)
+    assert asked(world) == before
+    slow.compute_s = lambda: 30.0
+    step = max(world.nodes["peer01"].outcomes)
+    world.run(world.now + 15.0)
+    others = [world.nodes[name] for name in ("peer00", "peer01", "peer03")]
+    assert all(max(node.outcomes) > step + 20 for node in others), "the others go on"
+    for node in others:
+        waited = max(node.ended[one] - node.began[one] for one in node.ended if one > step)
+        assert waited < 2 * world.params.window_s + 1.0
+    slow.compute_s = lambda: 0.06
+    world.run(world.now + 20.0)
+    world.settle(0)
+    mixed_fairly(world, directed=False)
+    last = others[0].outcomes[max(others[0].outcomes)]
+    assert last.group_size == 4, "it is met again"
+
+
+def test_who_says_that_it_leaves_ends_the_chain_for_all() -> None:
+    world = Chains(6, "ring")
+    world.settle(4)
+    world.leave("peer03")
+    world.nodes["peer03"].alive = False
+    world.settle(6)
+    before = asked(world)
+    world.settle(6)
+    assert asked(world) == before
+    assert world.nodes["peer00"].outcomes[max(world.nodes["peer00"].outcomes)].group_size == 5
+    mixed_fairly(world, directed=False, but=("peer03",))
+    assert sum(PARTS) > 0
