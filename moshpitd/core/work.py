@@ -33,6 +33,11 @@ CATCH_UPS = 3
 waiting for ever."""
 
 
+EARLY_KEPT = 64
+"""Of the messages that wait for their group, as many stay over the beginning of another one that
+follows without matchmaking: half of what there is room for, so that old ones do not keep out new.
+"""
+
 LINGERING = 4
 """Ended rounds whose results are kept for slower members; each holds up to a bucket of payloads."""
 
@@ -333,6 +338,8 @@ class Conductor:
         for sender, message in early:
             if getattr(message, "group_id", b"") == group.group_id:
                 current.receive(sender, message, now)
+            elif attempt is None and len(self.state.early) < EARLY_KEPT:
+                self.state.early.append((sender, message))  # who rested is rounds ahead of us
             else:
                 self._not_ours(sender, message)
         self.state.note(
