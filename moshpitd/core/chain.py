@@ -48,9 +48,14 @@ class Chain:
         self.state = state
         self.next: Group | None = None
         self._last = False  # the exchange that runs is the last one of its chain
+        self._since = float("-inf")  # when the members were last found; others were not there then
         self._said_no: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
     # -- from one exchange to the next
+
+    def began(self, now: float) -> None:
+        """An exchange with those that matchmaking found."""
+        self._since, self._last, self.next = now, False, None
 
     def ended(self, last: Neighbours, outcome: Outcome, now: float) -> None:
         """An exchange is over: go on, or say that we do not."""
@@ -150,6 +155,7 @@ class Chain:
                 return False
         return not any(
             entry.record.peer_id not in members
+            and entry.direct_at > self._since
             and entry.missed < MISSED
             and state.place.meets(entry.record)
             for entry in state.swarm.live(record.schema)

@@ -352,6 +352,7 @@ class Conductor:
         )
         self.state.collect(current.effects)
         if attempt is not None:
+            self.chain.began(now)
             self.meeting.scale.thin(len(group.members), attempt.expected, now)
         self.state.sweeping = work.rounds_left > 1
         self.meeting.began(now)
