@@ -29,8 +29,8 @@ from moshpitd.core.events import (
     EdgesCoded,
     Event,
     Found,
-    Listened,
     LinkLost,
+    Listened,
     Mix,
     Received,
     Ticked,
@@ -260,7 +260,8 @@ class Chains:
             for left in reversed(range(len(self.parts))):
                 at += 1e-4
                 self.later(
-                    at, lambda to=to, left=left: self._frame(name, to, group_id, left)  # type: ignore[misc]
+                    at,
+                    lambda to=to, left=left: self._frame(name, to, group_id, left),  # type: ignore[misc]
                 )
         for sender, left in node.early.pop(group_id, []):
             self._land(name, node, sender, group_id, left)

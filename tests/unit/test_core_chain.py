@@ -92,7 +92,9 @@ def test_undisturbed_no_step_but_the_first_asks_for_a_group(topology: str, peers
     mixed_fairly(world, directed=topology in DIRECTED)
 
 
-@pytest.mark.parametrize(("topology", "hops"), [("ring", 2), ("pairs", 2), ("static-exponential", 3)])
+@pytest.mark.parametrize(
+    ("topology", "hops"), [("ring", 2), ("pairs", 2), ("static-exponential", 3)]
+)
 def test_it_takes_the_message_and_the_words_about_it(topology: str, hops: int) -> None:
     """On directed edges the giver answers the taker. All begin at the same instant."""
     world = Chains(8, topology)
