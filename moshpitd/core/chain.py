@@ -107,13 +107,13 @@ class Chain:
 
     def lost(self, peer_id: str) -> None:
         """A member, or the link to it, is gone."""
-        if self.next is not None and any(one.peer_id == peer_id for one in self.next.members):
+        if self.next is not None and self._is_next(self.next.group_id, peer_id):
             self.doubt()
 
     def heard(self, sender: str, message: Message) -> bool:
         """A word about a group that is not open here; True if that was all about it."""
         group_id = getattr(message, "group_id", b"")
-        ours = self.next is not None and group_id == self.next.group_id
+        ours = self._is_next(group_id, sender)
         if isinstance(message, NotMember) and message.peer_id == sender:
             self._remember(group_id, sender)
             if ours:  # it has told everybody
@@ -128,6 +128,15 @@ class Chain:
         return False
 
     # -- small steps
+
+    def _is_next(self, group_id: bytes, peer_id: str) -> bool:
+        """The group that is to follow here, and a member of it."""
+        group = self.next
+        return (
+            group is not None
+            and group.group_id == group_id
+            and any(one.peer_id == peer_id for one in group.members)
+        )
 
     def _may_follow(self, group: Group) -> bool:
         """By what all members know alike: on a grid lines change, and large messages go to nobody

@@ -4,12 +4,17 @@ mixing stays what it is when peers die, come late, are slow, and messages vanish
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from moshpitd.core.messages import NotMember
-from moshpitd.core.outcome import Status
-from tests.kit.chains import PARTS, Chains
+from moshpitd.core.chain import successor
+from moshpitd.core.events import LinkLost, Received
+from moshpitd.core.group import group_id_of
+from moshpitd.core.messages import Counts, Group, Invite, Join, Letter, NotMember
+from moshpitd.core.neighbours import Neighbours, rows_of
+from moshpitd.core.outcome import Reason, Status
+from tests.kit.chains import Chains
 
 UNDIRECTED = ("ring", "torus", "complete", "pairs", "random-matching")
 DIRECTED = ("static-exponential", "one-peer-exponential")
@@ -211,4 +216,118 @@ def test_who_says_that_it_leaves_ends_the_chain_for_all() -> None:
     assert asked(world) == before
     assert world.nodes["peer00"].outcomes[max(world.nodes["peer00"].outcomes)].group_size == 5
     mixed_fairly(world, directed=False, but=("peer03",))
-    assert sum(PARTS) > 0
+
+
+# -- one peer at a time
+
+
+def between(topology: str = "ring") -> tuple[Chains, str, Group]:
+    """A world in which one peer is between two exchanges, and the group that is to follow there."""
+    world = Chains(4, topology)
+    world.settle(4)
+    name = "peer01"
+    node = world.nodes[name]
+    while node.open or node.peer.conductor.chain.next is None:
+        world.run(world.now + 0.001)
+    world.said.clear()
+    return world, name, node.peer.conductor.chain.next
+
+
+def refusals(world: Chains, sender: str, group: Group) -> set[str]:
+    """To whom it said that it is not in that group."""
+    no = NotMember(group.group_id, sender)
+    return {to for origin, to, message in world.said if origin == sender and message == no}
+
+
+def test_a_group_follows_by_what_all_members_know() -> None:
+    world, name, group = between()
+    others = [node.peer.conductor.chain.next for one, node in world.nodes.items() if one != name]
+    world.run(world.now + 0.1)
+    opened = [node.opened for node in world.nodes.values()]
+    assert all(group.group_id in one for one in opened), others
+    after = successor(group)
+    assert (after.members, after.round) == (group.members, group.round + 1)
+    assert after.group_id == group_id_of(after) != group.group_id
+    assert rows_of(after, "pairs") != rows_of(group, "pairs")
+
+
+def test_who_hears_a_no_does_not_open_the_group_and_says_so_when_asked() -> None:
+    world, name, group = between()
+    world.tell(name, Received("peer03", NotMember(group.group_id, "peer03")))
+    assert refusals(world, name, group) == set()  # who said it has told everybody
+    world.tell(name, Received("peer00", Letter(group.group_id, 9, 1.0, False)))
+    assert refusals(world, name, group) == {"peer00"}
+    world.run(world.now + 3.0)
+    assert group.group_id not in world.nodes[name].opened
+    mixed_fairly(world, directed=False)
+
+
+def test_a_no_that_comes_before_the_last_exchange_has_ended_counts() -> None:
+    world, name, _ = between()
+    node = world.nodes[name]
+    while not node.open:
+        world.run(world.now + 0.001)
+    (opened,) = node.open.values()
+    follows = successor(opened.group)
+    world.tell(name, Received("peer03", NotMember(follows.group_id, "peer03")))
+    world.run(world.now + 3.0)
+    assert opened.group.group_id in node.over
+    assert follows.group_id not in node.opened
+    assert refusals(world, name, follows) == set(world.nodes) - {name}
+    mixed_fairly(world, directed=False)
+
+
+def test_nobody_says_no_for_another_and_no_stranger_for_a_group() -> None:
+    world, name, group = between()
+    world.tell(name, Received("peer03", NotMember(group.group_id, "peer00")))
+    world.tell(name, Received("stranger", NotMember(group.group_id, "stranger")))
+    assert world.nodes[name].peer.conductor.chain.next == group
+
+
+def test_who_was_waited_for_in_vain_looks_for_a_group() -> None:
+    world, name, group = between()
+    world.tell(name, Received("peer00", Counts(group.group_id, False)))
+    assert refusals(world, name, group) == set(world.nodes) - {name}
+    world.run(world.now + 3.0)
+    assert group.group_id not in world.nodes[name].opened
+
+
+def test_who_wants_to_meet_us_ends_the_chain_and_a_late_join_does_not() -> None:
+    world, name, group = between()
+    peer = world.nodes[name].peer
+    known = world.nodes["peer03"].peer.record
+    attempt = next(one.attempt for one in group.members if one.peer_id == "peer03")
+    late = Join(group.key, attempt, known, 1.0, False)
+    world.tell(name, Received("peer03", late))
+    assert peer.conductor.chain.next == group
+    world.tell(name, Received("peer03", replace(late, attempt=attempt + 1)))
+    assert peer.conductor.chain.next is None
+    assert refusals(world, name, group) == set(world.nodes) - {name}
+
+    world, name, group = between()
+    new = replace(known, peer_id="stranger")
+    world.tell(name, Received("stranger", Invite(group.key, 0, new, 1.0)))
+    assert refusals(world, name, group) == set(world.nodes) - {name}
+
+
+def test_a_member_that_looks_for_a_group_is_not_waited_for() -> None:
+    """Its word that it is out was lost; its Join comes."""
+    world, name, group = between()
+    attempt = next(one.attempt for one in group.members if one.peer_id == "peer02")
+    known = world.nodes["peer02"].peer.record
+    world.nodes["peer02"].alive = False  # says nothing more
+    while group.group_id not in world.nodes[name].open:
+        world.run(world.now + 0.001)
+    world.tell(name, Received("peer02", Join(group.key, attempt + 1, known, 1.0, False)))
+    current = world.nodes[name].peer.conductor.work
+    assert current is not None
+    assert isinstance(current.round, Neighbours)
+    assert current.round.lines["peer02"].dropped is Reason.NOT_MEMBER
+
+
+def test_a_lost_link_ends_the_chain_where_it_was() -> None:
+    world, name, group = between()
+    world.tell(name, LinkLost("stranger"))
+    assert world.nodes[name].peer.conductor.chain.next == group
+    world.tell(name, LinkLost("peer03"))
+    assert refusals(world, name, group) == set(world.nodes) - {name}
