@@ -136,7 +136,7 @@ def test_one_that_comes_late_is_met_and_then_nobody_asks_again(topology: str) ->
 
 
 @pytest.mark.parametrize("topology", [*UNDIRECTED, *DIRECTED])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_one_that_dies_costs_its_edges(topology: str, seed: int) -> None:
     world = Chains(5, topology, seed=seed, jitter=1.0)
     world.settle(5)
@@ -153,7 +153,7 @@ def test_one_that_dies_costs_its_edges(topology: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("topology", [*UNDIRECTED, *DIRECTED])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_lost_late_and_repeated_messages_change_no_share(topology: str, seed: int) -> None:
     world = Chains(5, topology, seed=seed, jitter=3.0, loss=0.05, twice=0.2)
     world.settle(12, within_s=600.0)
@@ -331,3 +331,35 @@ def test_a_lost_link_ends_the_chain_where_it_was() -> None:
     assert world.nodes[name].peer.conductor.chain.next == group
     world.tell(name, LinkLost("peer03"))
     assert refusals(world, name, group) == set(world.nodes) - {name}
+
+
+def test_an_edge_that_did_not_count_is_a_doubt() -> None:
+    """The link broke and both ends live: who they are is to be asked again."""
+    world, name, group = between()
+    while group.group_id not in world.nodes[name].open:
+        world.run(world.now + 0.001)
+    world.tell(name, LinkLost("peer02"))
+    world.run(world.now + 1.0)
+    last = next(
+        one for one in world.nodes[name].outcomes.values() if one.group_id == group.group_id
+    )
+    assert last.excluded == (("peer02", Reason.LINK_LOST),)
+    assert refusals(world, name, successor(group)) == set(world.nodes) - {name}
+    mixed_fairly(world, directed=False)
+
+
+def test_a_giver_hears_that_its_taker_is_there() -> None:
+    """Or it would take a large message that is still on its way for one that nobody takes."""
+    world, name, group = between("static-exponential")
+    world.run(world.now + 0.1)
+    index = [one.peer_id for one in group.members].index(name)
+    rows = rows_of(group, "static-exponential")
+    others = {one for one in rows[index] if one != index}
+    others |= {target for target, row in enumerate(rows) if index in row and target != index}
+    told = {
+        to
+        for origin, to, message in world.said
+        if origin == name and isinstance(message, Letter) and message.group_id == group.group_id
+    }
+    assert told == {group.members[one].peer_id for one in others}
+    assert len(told) == 3, "one of them only gives"
