@@ -198,13 +198,17 @@ class Meeting:
         """Remember who was waited for in vain. `in_time`: it did not end with its call."""
         state = self.state
         for peer_id in attempt.candidates.waited_in_vain() if in_time else []:
-            entry = state.swarm.heard.get(peer_id)
-            if entry is not None:
-                entry.missed += 1
+            self.missed(peer_id)
         if attempt.expected and now >= attempt.window_end:
             for entry in state.place.unsettled(state.swarm, state.record.schema):
                 entry.missed += 1
         self.unanswered(attempt.candidates.unanswered(), since=attempt.started)
+
+    def missed(self, peer_id: str) -> None:
+        """It was waited for, a whole window, in vain."""
+        entry = self.state.swarm.heard.get(peer_id)
+        if entry is not None:
+            entry.missed += 1
 
     def unanswered(self, peers: Sequence[str], *, since: float) -> None:
         """They were asked after `since` and said nothing; gone until they are heard, or every round

@@ -370,6 +370,9 @@ class Conductor:
             # Messages are of their round only: no version counts them and no newcomer wants them.
             self.verdicts.remember(current)
             self.chain.ended(current, outcome, now)
+            for peer_id, reason in outcome.excluded:
+                if reason is Reason.NOT_READY:  # waited for as long as a leader waits
+                    self.meeting.missed(peer_id)
             self._end_phase(work, "exchange", now)
             work.rounds_done += 1
             self._after_round(work, outcome, now)
