@@ -38,9 +38,9 @@ class Asking:
             return
         work = self.conductor.work
         current = work.round if work is not None else None
-        follows = isinstance(current, Neighbours) and current.follows
-        if follows and not is_stale(current.group, sender, message):
-            current.absent(sender, now)
+        exchange = current if isinstance(current, Neighbours) else None
+        if exchange is not None and not is_stale(exchange.group, sender, message):
+            exchange.absent(sender, now)
         refusal = self.state.refuse(message.record, now)
         heaviest = self.state.params.max_weight * self.state.params.max_trainers
         if isinstance(message, Join) and not 0 <= message.weight <= heaviest:

@@ -4,6 +4,7 @@ rule: the trainers' calls decide, and nothing else here."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from moshpitd.core.allreduce import Round
 from moshpitd.core.events import Contributed
@@ -57,6 +58,6 @@ def exchange_of(
 QUESTIONS = (Missing, TakeOver, Resend, Counts)
 
 
-def is_question(message: Message) -> bool:
+def is_question(message: Message) -> TypeGuard[Missing | TakeOver | Resend | Counts]:
     """Of a round, and somebody waits for an answer: not who says that an edge does not count."""
     return isinstance(message, QUESTIONS) and getattr(message, "counts", True)
