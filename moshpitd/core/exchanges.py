@@ -60,4 +60,4 @@ QUESTIONS = (Missing, TakeOver, Resend, Counts)
 
 def is_question(message: Message) -> TypeGuard[Missing | TakeOver | Resend | Counts]:
     """Of a round, and somebody waits for an answer: not who says that an edge does not count."""
-    return isinstance(message, QUESTIONS) and getattr(message, "counts", True)
+    return isinstance(message, QUESTIONS) and bool(getattr(message, "counts", True))
