@@ -116,14 +116,18 @@ class Chain:
         ours = self._is_next(group_id, sender)
         if isinstance(message, NotMember) and message.peer_id == sender:
             self._remember(group_id, sender)
-            if ours:  # it has told everybody
-                self._remember(group_id, self.state.peer_id)
+            if ours:
                 self.next = None
+                self._remember(group_id, self.state.peer_id)
+                # It has told everybody; those who have begun already wait for us too.
+                for waits, early in self.state.early:
+                    if isinstance(early, Letter) and early.group_id == group_id:
+                        self._say_no(waits, group_id)
         elif ours and isinstance(message, Counts) and not message.counts:
             self.doubt()  # it has waited for us in vain
             return True
         elif isinstance(message, Letter) and (group_id, self.state.peer_id) in self._said_no:
-            self.state.effects.append(Send(sender, NotMember(group_id, self.state.peer_id)))
+            self._say_no(sender, group_id)
             return True
         return False
 
@@ -171,12 +175,13 @@ class Chain:
         )
 
     def _decline(self, group: Group) -> None:
-        me = self.state.peer_id
-        self._remember(group.group_id, me)
-        no = NotMember(group.group_id, me)
-        self.state.effects += [
-            Send(member.peer_id, no) for member in group.members if member.peer_id != me
-        ]
+        self._remember(group.group_id, self.state.peer_id)
+        for member in group.members:
+            if member.peer_id != self.state.peer_id:
+                self._say_no(member.peer_id, group.group_id)
+
+    def _say_no(self, to: str, group_id: bytes) -> None:
+        self.state.effects.append(Send(to, NotMember(group_id, self.state.peer_id)))
 
     def _remember(self, group_id: bytes, who: str) -> None:
         self._said_no[group_id, who] = None

@@ -83,6 +83,13 @@ def mixed_fairly(world: Chains, *, directed: bool, but: tuple[str, ...] = ()) ->
                 assert row.own_share + given == pytest.approx(1.0), (name, step)
 
 
+def nobody_waits_for_a_window(world: Chains, since: float) -> None:
+    for name, node in world.nodes.items():
+        for step, ended in node.ended.items():
+            took = ended - node.began[step]
+            assert ended < since or took < world.params.window_s, (name, step, took)
+
+
 @pytest.mark.parametrize("topology", [*UNDIRECTED, *DIRECTED])
 @pytest.mark.parametrize("peers", [2, 3, 8])
 def test_undisturbed_no_step_but_the_first_asks_for_a_group(topology: str, peers: int) -> None:
@@ -125,8 +132,9 @@ def test_large_messages_look_for_a_group_each_time() -> None:
 def test_one_that_comes_late_is_met_and_then_nobody_asks_again(topology: str) -> None:
     world = Chains(4, topology)
     world.settle(5)
-    late = world.add()
+    late, at = world.add(), world.now
     world.settle(10)
+    nobody_waits_for_a_window(world, at)
     before = asked(world)
     world.settle(10)
     assert asked(world) == before
@@ -143,7 +151,9 @@ def test_one_that_dies_costs_its_edges(topology: str, seed: int) -> None:
     victim = world.rng.choice(list(world.nodes))
     world.run(world.now + world.rng.uniform(0.0, 0.2))
     world.kill(victim)
+    at = world.now
     world.settle(15)
+    nobody_waits_for_a_window(world, at)
     before = asked(world)
     world.settle(5)
     assert asked(world) == before, "the living follow on again"
@@ -260,6 +270,14 @@ def test_who_hears_a_no_does_not_open_the_group_and_says_so_when_asked() -> None
     world.run(world.now + 3.0)
     assert group.group_id not in world.nodes[name].opened
     mixed_fairly(world, directed=False)
+
+
+def test_who_hears_a_no_tells_those_who_have_begun_already() -> None:
+    world, name, group = between()
+    world.tell(name, Received("peer00", Letter(group.group_id, 9, 1.0, False)))
+    assert refusals(world, name, group) == set()
+    world.tell(name, Received("peer03", NotMember(group.group_id, "peer03")))
+    assert refusals(world, name, group) == {"peer00"}
 
 
 def test_a_no_that_comes_before_the_last_exchange_has_ended_counts() -> None:
