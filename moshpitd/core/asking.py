@@ -5,6 +5,7 @@ One rule: nothing is promised here; what commits us goes through the attempt tha
 
 from __future__ import annotations
 
+from moshpitd.core.chain import is_stale
 from moshpitd.core.effects import Send
 from moshpitd.core.exchanges import Exchange
 from moshpitd.core.messages import (
@@ -18,6 +19,7 @@ from moshpitd.core.messages import (
     NotMember,
     Record,
 )
+from moshpitd.core.neighbours import Neighbours
 from moshpitd.core.outcome import Reason
 from moshpitd.core.soundness import is_sound
 from moshpitd.core.state import State
@@ -34,6 +36,11 @@ class Asking:
     def asked(self, sender: str, message: Invite | Join, now: float) -> None:
         if isinstance(message, Join) and self._begun_with(sender, message):
             return
+        work = self.conductor.work
+        current = work.round if work is not None else None
+        exchange = current if isinstance(current, Neighbours) else None
+        if exchange is not None and not is_stale(exchange.group, sender, message):
+            exchange.absent(sender, now)
         refusal = self.state.refuse(message.record, now)
         heaviest = self.state.params.max_weight * self.state.params.max_trainers
         if isinstance(message, Join) and not 0 <= message.weight <= heaviest:
@@ -53,11 +60,12 @@ class Asking:
                 Send(sender, Declined(message.key, message.attempt, refusal, self.state.record))
             )
             return
-        work = self.conductor.work
         attempt = work.attempt if work is not None else None
         if attempt is not None and attempt.key == message.key:
             attempt.receive(sender, message, now)
             return
+        if current is None or isinstance(current, Neighbours):
+            self.conductor.chain.asked(sender, message, current)
         if (
             isinstance(message, Invite)
             and len(self.state.invites) < self.state.params.max_candidates
@@ -76,8 +84,11 @@ class Asking:
     def _begun_with(self, sender: str, message: Join) -> bool:
         """It joined a group that has begun and says so again: our Begin was lost on the way."""
         work = self.conductor.work
-        group = work.round.group if work is not None and work.round is not None else None
-        if group is None or group.leader != self.state.peer_id:
+        current = work.round if work is not None else None
+        if current is None or (isinstance(current, Neighbours) and current.follows):
+            return False  # a group that follows another has no Begin
+        group = current.group
+        if group.leader != self.state.peer_id:
             return False
         if all((m.peer_id, m.attempt) != (sender, message.attempt) for m in group.members):
             return False

@@ -97,6 +97,8 @@ class Calls:
     def _leave(self, reason: Reason, now: float) -> None:
         """Nobody here to train, or a drain: stop being waited for, stop being a donor, let the
         running exchange end."""
+        self.conductor.chain.stop()
+        self.conductor.chain.doubt()
         if self.state.presence.present:
             for entry in self.state.swarm.live(self.state.record.schema):
                 self.state.effects.append(

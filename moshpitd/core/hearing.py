@@ -110,6 +110,7 @@ class Hearing:
         if self.state.swarm.lose(peer_id, reason):
             self.state.note("peer_lost", peer_id, reason)
         self.state.invites.pop(peer_id, None)
+        self.conductor.chain.lost(peer_id)
         if self.conductor.work is not None and self.conductor.work.attempt is not None:
             self.conductor.work.attempt.lost(peer_id, reason, now)
         if self.conductor.work is not None and self.conductor.work.catch_up is not None:

@@ -198,13 +198,17 @@ class Meeting:
         """Remember who was waited for in vain. `in_time`: it did not end with its call."""
         state = self.state
         for peer_id in attempt.candidates.waited_in_vain() if in_time else []:
-            entry = state.swarm.heard.get(peer_id)
-            if entry is not None and not state.offer.busy(peer_id, now):
-                entry.missed += 1
+            self.missed(peer_id, now)
         if attempt.expected and now >= attempt.window_end:
             for entry in state.place.unsettled(state.swarm, state.record.schema):
                 entry.missed += 1
         self.unanswered(attempt.candidates.unanswered(), since=attempt.started)
+
+    def missed(self, peer_id: str, now: float) -> None:
+        """It was waited for, a whole window, in vain."""
+        entry = self.state.swarm.heard.get(peer_id)
+        if entry is not None and not self.state.offer.busy(peer_id, now):
+            entry.missed += 1
 
     def unanswered(self, peers: Sequence[str], *, since: float) -> None:
         """They were asked after `since` and said nothing; gone until they are heard, or every round
@@ -215,6 +219,22 @@ class Meeting:
                 continue
             if self.state.swarm.lose(peer_id, Reason.NO_ANSWER):
                 self.state.note("peer_lost", peer_id, Reason.NO_ANSWER)
+
+    def moved_on(self, attempt: Attempt) -> bool:
+        """Did nobody come because our line is in a later round by now? Then we go there too."""
+        rounds = []
+        for peer_id, candidate in attempt.candidates.items():
+            entry = self.state.swarm.heard.get(peer_id)
+            if (
+                candidate.reason is Reason.MOVED
+                and entry is not None
+                and entry.record.shape == attempt.me.shape
+                and entry.record.round > attempt.me.round
+            ):
+                rounds.append(entry.record.round)
+        if rounds:
+            self.state.place.skip_to(rounds)
+        return bool(rounds)
 
     def _doubtful(self, attempt: Attempt) -> bool:
         """On a large grid: does somebody seem to be missing from our line?"""

@@ -1,10 +1,11 @@
 """One round of an exchange with neighbours, inside one group: row i of a mixing matrix, as it comes
 to be.
 
-The group is made by matchmaking as for an average, and its ordered members, its key and its round
-are all that a schedule of `topologies` needs: so every member knows the same matrix without a word
-about it. Each pushes its message to whom the matrix names, once; nobody reduces and nobody takes
-over. What is agreed on is which edges count, edge by edge:
+The group is made by matchmaking as for an average, or follows the last one (`chain`), and its
+ordered members, its key and its round are all that a schedule of `topologies` needs: so every
+member knows the same matrix without a word about it. Each pushes its message to whom the matrix
+names, once; nobody reduces and nobody takes over. What is agreed on is which edges count, edge by
+edge:
 
 - Who holds the other's message whole says `Counts`, and from then on cannot take it back by itself.
 - An edge counts for whoever has said so and has heard the other say so. On an edge with one
@@ -69,6 +70,7 @@ class Line:
     theirs: bool = False
     doubted: bool = False  # we stood still: only an answer to a question of ours is believed
     failed: bool = False  # a message to it could not be delivered, once
+    here: bool = True  # it is in this exchange; where nobody said Begin, it has said something
     unheard: int = 0
     dropped: Reason | None = None
 
@@ -99,12 +101,14 @@ class Neighbours:
     deadline_at: float
     quiet: Quiet
     own: PeerGraph | None = None  # the operator's topology, for who mixes by that
+    follows: bool = False  # the last group: nobody said Begin, and who is in it shows here
     index: int = -1
     finished: Outcome | None = None
     parity_sent_at: float | None = None  # as a round has it: there is no such phase here
     coded: bool = False
     listened_at: float | None = None
     kept: float = 1.0  # W[me][me]
+    here_by: float = 0.0  # until when whoever has said nothing is waited for
     lines: dict[str, Line] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
 
@@ -113,6 +117,7 @@ class Neighbours:
         self.index = next(i for i, member in enumerate(members) if member.peer_id == self.me)
         rows = rows_of(self.group, self.mix.topology, self.own)
         mine, now = rows[self.index], self.started
+        self.here_by = now + self.params.window_s  # as long as matchmaking waits for the unready
         self.kept = mine.get(self.index, 0.0)
         slots = 0
         for index, member in enumerate(members):
@@ -121,6 +126,7 @@ class Neighbours:
                 continue
             line = Line(index, member.peer_id, gives, gets, slots if gets else -1, now, now, now)
             line.values = line.full = not self.part_sizes  # tensors without elements
+            line.here = not self.follows
             self.lines[member.peer_id] = line
             slots += bool(gets)
 
@@ -143,7 +149,7 @@ class Neighbours:
                 in_full=tuple(line.index for line in in_full),
             )
         )
-        for line in takers:
+        for line in self.lines.values() if self.follows else takers:  # a giver learns that we come
             letter = Letter(group_id, mix.sequence, mix.mass, line in in_full)
             self.effects.append(Send(line.peer_id, letter))
 
@@ -160,6 +166,7 @@ class Neighbours:
                 line = self._line(event.sender)
                 if line is not None:
                     line.moved_at = line.heard_at = now
+                    line.here = True
                     if event.left == 0 and event.full:
                         line.full = True
                     elif event.left == 0:
@@ -185,7 +192,7 @@ class Neighbours:
             if sender in (named, self.group.leader) and (gone := self.lines.get(named)):
                 self._drop(gone, Reason.NOT_MEMBER)
         elif (line := self.lines.get(sender)) is not None:
-            line.heard_at, line.unheard = now, 0
+            line.heard_at, line.unheard, line.here = now, 0, True
             if isinstance(message, Letter) and line.letter is None and line.gets:
                 if is_fair(message):
                     line.letter, line.moved_at = message, now
@@ -208,12 +215,21 @@ class Neighbours:
         self._drop(line, reason)
         self._settle(now)
 
+    def absent(self, peer_id: str, now: float) -> None:
+        """It says elsewhere that it is looking for a group: it is not in this one."""
+        line = self.lines.get(peer_id)
+        if self.finished is None and line is not None and not line.here:
+            self._drop(line, Reason.NOT_MEMBER)
+            self._settle(now)
+
     def tick(self, now: float) -> None:
         if self.finished is not None:
             return
         self._at(now)
         for line in self._open():
-            if line.gets and not line.ours and now >= line.moved_at + self.params.part_timeout_s:
+            if not line.here and now >= self.here_by:
+                self._drop(line, Reason.NOT_READY)
+            elif line.gets and not line.ours and now >= line.moved_at + self.params.part_timeout_s:
                 self._drop(line, Reason.SILENT)
             elif now >= self.deadline_at and not line.ours:
                 self._drop(line, Reason.TIMEOUT)
@@ -232,7 +248,7 @@ class Neighbours:
             if line.ours:
                 times.append(line.asked_at + self.params.answer_timeout_s)
             else:
-                times.append(self.deadline_at)
+                times.append(self.deadline_at if line.here else self.here_by)
                 if line.gets:
                     times.append(line.moved_at + self.params.part_timeout_s)
         return min(times)
@@ -309,6 +325,7 @@ class Neighbours:
         slept_s, self.listened_at = now - self.listened_at, None
         self.effects.append(Note("woke", fields={"slept_s": slept_s}))
         self.deadline_at = max(self.deadline_at, now + self.params.answer_timeout_s)
+        self.here_by = max(self.here_by, now + self.params.answer_timeout_s)
         for line in self._open():
             line.heard_at = line.moved_at = now
             line.unheard, line.theirs, line.doubted = 0, False, True

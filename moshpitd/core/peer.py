@@ -21,6 +21,7 @@ from moshpitd.core.asking import Asking
 from moshpitd.core.calls import Calls
 from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, Send
+from moshpitd.core.exchanges import is_question
 from moshpitd.core.graph import PeerGraph
 from moshpitd.core.hearing import Hearing
 from moshpitd.core.lateness import Offer
@@ -71,7 +72,7 @@ from moshpitd.core.state import State
 from moshpitd.core.storage import Storage
 from moshpitd.core.store_words import STORE_EVENTS, STORE_MESSAGES
 from moshpitd.core.swarm import Swarm
-from moshpitd.core.work import QUESTIONS, Conductor, Work
+from moshpitd.core.work import Conductor, Work
 
 MATCHING = (Accepted, Declined, Later, Redirect, Leave)
 OF_A_ROUND = (
@@ -283,8 +284,12 @@ class Peer:
                 and work.round is not None
                 and message.group_id == work.round.group.group_id
             ):
+                if isinstance(message, NotMember):
+                    self.conductor.chain.stop()
                 work.round.receive(sender, message, now)
-            elif isinstance(message, QUESTIONS) and (work is None or work.attempt is None):
+            elif self.conductor.chain.heard(sender, message):
+                pass
+            elif is_question(message) and (work is None or work.attempt is None):
                 # Its round is over here and the bucket is the trainer's again, or we never had it.
                 own = self.state.peer_id
                 self.state.effects.append(Send(sender, NotMember(message.group_id, own)))
@@ -386,6 +391,7 @@ class Peer:
             case ev.LinkLost():
                 self.pairs.lost(event.peer, event.reason)
                 self.storage.lost(event.peer, now)
+                self.conductor.chain.lost(event.peer)
                 if work is not None and work.attempt is not None:
                     work.attempt.lost(event.peer, event.reason, now)
                 for ended in self.conductor.lingering:

@@ -11,19 +11,17 @@ from dataclasses import dataclass, field, replace
 
 from moshpitd.core import events as ev
 from moshpitd.core.catchup import CatchUp, adopted
+from moshpitd.core.chain import Chain
 from moshpitd.core.effects import Finish, LoadSnapshot, RefreshSnapshot, Send
 from moshpitd.core.ending import badness, seen_by
-from moshpitd.core.exchanges import Exchange, exchange_of
+from moshpitd.core.exchanges import Exchange, exchange_of, is_question
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.meeting import Meeting
 from moshpitd.core.messages import (
-    Counts,
+    Group,
     Message,
-    Missing,
     NotMember,
-    Resend,
-    TakeOver,
 )
 from moshpitd.core.neighbours import Neighbours, Verdicts
 from moshpitd.core.outcome import DISPUTED, Outcome, Reason, Status
@@ -35,8 +33,10 @@ CATCH_UPS = 3
 waiting for ever."""
 
 
-QUESTIONS = (Missing, TakeOver, Resend, Counts)
-"""Messages of a round that somebody waits for an answer to."""
+EARLY_KEPT = 64
+"""Of the messages that wait for their group, as many stay over the beginning of another one that
+follows without matchmaking: half of what there is room for, so that old ones do not keep out new.
+"""
 
 LINGERING = 4
 """Ended rounds whose results are kept for slower members; each holds up to a bucket of payloads."""
@@ -82,6 +82,7 @@ class Conductor:
         self.work: Work | None = None
         self.lingering: list[Lingering] = []
         self.verdicts = Verdicts()
+        self.chain = Chain(state)
 
     def tick(self, now: float) -> None:
         """Let go of the results that slower members were still reading."""
@@ -242,6 +243,8 @@ class Conductor:
 
     def attempt(self, work: Work, now: float) -> None:
         work.phase_at = now
+        if self._follow(work, now):
+            return
         self.state.sweeping = work.rounds_done > 0
         self.state.sweeps = not all(call.rounds for call in work.calls)
         attempt = self.meeting.attempt(work.weight, deadline_at=work.deadline_at, now=now)
@@ -249,6 +252,21 @@ class Conductor:
             asked = [call.rounds for call in work.calls]
             work.rounds_left = max(asked) if all(asked) else len(self.state.place.shape.sides)
         work.attempt = attempt
+
+    def _follow(self, work: Work, now: float) -> bool:
+        """Begin with the group that follows the last one, if we may: nobody has to be asked."""
+        if self.chain.next is None:
+            return False
+        self.meeting.arrange(now)
+        group = self.chain.take(work.calls, now) if not work.late else None
+        if group is None:
+            self.chain.doubt()
+            return False
+        self.state.note("attempt_started", key=group.key, round=group.round)
+        work.rounds_left = 1
+        self._end_phase(work, "matchmaking", now)
+        self._begin(work, group, now)
+        return True
 
     def _attempted(self, work: Work, attempt: Attempt, now: float) -> None:
         """Matchmaking is over: a group, or nobody."""
@@ -268,7 +286,7 @@ class Conductor:
                 detail=said,
                 heard=len(attempt.candidates),
             )
-            if self._moved_on(attempt) and not work.skipped and now < work.deadline_at:
+            if self.meeting.moved_on(attempt) and not work.skipped and now < work.deadline_at:
                 work.skipped = True
                 self.attempt(work, now)
                 return
@@ -291,6 +309,10 @@ class Conductor:
             self.meeting.began(now)
             self._after_round(work, outcome, now)
             return
+        self._begin(work, group, now, attempt)
+
+    def _begin(self, work: Work, group: Group, now: float, attempt: Attempt | None = None) -> None:
+        """The exchange of a group, found by `attempt` or following the last one."""
         for member in group.members:
             entry = self.state.swarm.heard.get(member.peer_id)
             if entry is not None:
@@ -304,17 +326,20 @@ class Conductor:
             late=work.late,
             deadline_at=work.deadline_at,
             now=now,
+            follows=attempt is None,
         )
         work.round, work.phase_at = current, now
         work.told_again.clear()
         current.start(now)
-        if attempt.relayed:
+        if attempt is not None and attempt.relayed:
             current.lost(group.leader, Reason.LINK_LOST, now)
         self.state.place.finished(group, current.index)
         early, self.state.early = self.state.early, []
         for sender, message in early:
             if getattr(message, "group_id", b"") == group.group_id:
                 current.receive(sender, message, now)
+            elif attempt is None and len(self.state.early) < EARLY_KEPT:
+                self.state.early.append((sender, message))  # who rested is rounds ahead of us
             else:
                 self._not_ours(sender, message)
         self.state.note(
@@ -326,29 +351,15 @@ class Conductor:
             members=[member.peer_id for member in group.members],
         )
         self.state.collect(current.effects)
-        self.meeting.scale.thin(len(group.members), attempt.expected, now)
+        if attempt is not None:
+            self.chain.began(now)
+            self.meeting.scale.thin(len(group.members), attempt.expected, now)
         self.state.sweeping = work.rounds_left > 1
         self.meeting.began(now)
 
-    def _moved_on(self, attempt: Attempt) -> bool:
-        """Did nobody come because our line is in a later round by now? Then we go there too."""
-        rounds = []
-        for peer_id, candidate in attempt.candidates.items():
-            entry = self.state.swarm.heard.get(peer_id)
-            if (
-                candidate.reason is Reason.MOVED
-                and entry is not None
-                and entry.record.shape == attempt.me.shape
-                and entry.record.round > attempt.me.round
-            ):
-                rounds.append(entry.record.round)
-        if rounds:
-            self.state.place.skip_to(rounds)
-        return bool(rounds)
-
     def _not_ours(self, sender: str, message: Message) -> None:
         """It came before a Begin that never came. Whoever waits for an answer shall know."""
-        if isinstance(message, QUESTIONS):
+        if is_question(message):
             no = NotMember(message.group_id, self.state.peer_id)
             self.state.effects.append(Send(sender, no))
 
@@ -358,6 +369,10 @@ class Conductor:
         if isinstance(current, Neighbours):
             # Messages are of their round only: no version counts them and no newcomer wants them.
             self.verdicts.remember(current)
+            self.chain.ended(current, outcome, now)
+            for peer_id, reason in outcome.excluded:
+                if reason is Reason.NOT_READY:  # waited for as long as a leader waits
+                    self.meeting.missed(peer_id, now)
             self._end_phase(work, "exchange", now)
             work.rounds_done += 1
             self._after_round(work, outcome, now)

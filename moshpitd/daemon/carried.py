@@ -17,6 +17,7 @@ _KINDS = {
     FrameKind.SNAPSHOT: "snapshot",
     FrameKind.HANDOVER: "handover",
     FrameKind.AUDIT: "audit",
+    FrameKind.WORD: CONTROL,
     FrameKind.STORE: "store",
 }
 

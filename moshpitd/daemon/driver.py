@@ -52,6 +52,11 @@ class Outside(Protocol):
         """Deliver, or raise MoshpitError."""
         ...
 
+    def at_once(self, run: str, to: str, message: Message) -> bool:
+        """Put it on a link that is up, if it may go there. What is lost with the link is not told
+        of but by the link's own end."""
+        ...
+
     async def announce(self, run: str, key: str, record: Record, *, ttl_s: float) -> bool:
         """Store our record; whether at least one peer (or we, alone) holds it."""
         ...
@@ -204,6 +209,8 @@ class Driver:
 
     def _send(self, to: str, message: Message) -> None:
         """One sender per destination keeps the order; no destination waits for another."""
+        if self._outside.at_once(self.run, to, message):
+            return
         queue = self._outgoing.get(to)
         if queue is None:
             self._outgoing[to] = deque([message])

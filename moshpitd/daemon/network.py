@@ -15,18 +15,35 @@ from statistics import median
 from typing import Any
 
 from moshpitd.core.events import Addressed, Event, LinkLost, Received
-from moshpitd.core.messages import Goodbye, Hello, Invite, Join, Message, Record, SnapshotRequest
+from moshpitd.core.messages import (
+    Counts,
+    Goodbye,
+    Hello,
+    Invite,
+    Join,
+    Letter,
+    Message,
+    Record,
+    SnapshotRequest,
+)
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.addresses import parse_host_port
 from moshpitd.daemon.exchange import Exchange
 from moshpitd.daemon.interfaces import link_addresses
 from moshpitd.daemon.logs import log_event
+from moshpitd.daemon.ongoing import run_hash
 from moshpitd.daemon.pace import Pace
 from moshpitd.daemon.reachability import Reachability
 from moshpitd.daemon.runs import Run
 from moshpitd.daemon.settings import Settings
 from moshpitd.daemon.storage import Storages
-from moshpitd.errors import MoshpitError, RemoteProtocolError, Unreachable
+from moshpitd.errors import (
+    LocalProtocolError,
+    MoshpitError,
+    RemoteProtocolError,
+    TransportError,
+    Unreachable,
+)
 from moshpitd.net import wire
 from moshpitd.net.bootstrap import Status
 from moshpitd.net.control import Control, ControlOptions
@@ -39,6 +56,10 @@ log = logging.getLogger(__name__)
 
 MAX_CONTROL_ADDRESSES = 16  # what a record carries
 CLOCK_WARN_S = 3.0  # less disturbs nothing
+ON_LINKS = (Letter, Counts)
+"""Words about what the same link carries: the loss of a link that loses them is an event of its
+own. A call through p2pd costs both ends more than the message that it speaks of."""
+WORD_PRIORITY = -1  # before the parts of any round: somebody waits for it, and it is small
 WANT_AN_ANSWER = (Hello, Invite, Join, SnapshotRequest)
 
 
@@ -130,6 +151,18 @@ class Network:
         self.control_bytes[run, True] += len(payload)
         await self._control.send(to, payload)
 
+    def at_once(self, run: str, to: str, message: Message) -> bool:
+        """Put it on the link to that peer, if it is one of those and the link is up."""
+        if not isinstance(message, ON_LINKS) or not self._links.is_up(to):
+            return False
+        payload = wire.encode(run, message)
+        header = Header(FrameKind.WORD, run_hash(run))
+        try:
+            self._links.send(to, header, lambda _: payload, priority=WORD_PRIORITY)
+        except (TransportError, LocalProtocolError):
+            return False
+        return True
+
     async def announce(self, run: str, key: str, record: Record, *, ttl_s: float) -> bool:
         """Store our record; whether anybody (ourselves alone count) holds it now. A ttl of 0 takes
         it back."""
@@ -188,8 +221,20 @@ class Network:
 
     def _frame(self, peer_id: str, header: Header, payload: memoryview) -> None:
         """From a link's thread."""
+        if header.kind is FrameKind.WORD:
+            self._word(peer_id, bytes(payload))
+            return
         whose = self._storages if header.kind is FrameKind.STORE else self._exchange
         whose.on_frame(peer_id, header, payload)
+
+    def _word(self, peer_id: str, payload: bytes) -> None:
+        try:
+            envelope = wire.decode(payload, peer=peer_id)
+        except RemoteProtocolError as error:
+            self._count_garbled(error)
+            return
+        if isinstance(envelope.message, ON_LINKS):
+            self.post(envelope.run, Received(peer_id, envelope.message))
 
     def _link_lost(self, peer_id: str, reason: str) -> None:
         """From a link's thread."""

@@ -340,6 +340,9 @@ class Node:
     async def send(self, run: str, to: str, message: Message) -> None:
         await self._live().send(run, to, message)
 
+    def at_once(self, run: str, to: str, message: Message) -> bool:
+        return self._network is not None and self._network.at_once(run, to, message)
+
     async def announce(self, run: str, key: str, record: Record, *, ttl_s: float) -> bool:
         return await self._live().announce(run, key, record, ttl_s=ttl_s)
 

@@ -51,6 +51,8 @@ class FrameKind(IntEnum):
     AUDIT = 5
     # A message to a neighbour; bit 0 of the flags says that it is what those before add up to.
     NEIGHBOUR = 6
+    # A control message that belongs to what the link carries: it goes the same way.
+    WORD = 7
     # A part of what a parameter store holds or gets; the flags say of which.
     STORE = 8
     # First frame in both directions; its payload is the PeerID that the sender believes it talks
@@ -75,6 +77,7 @@ CALLER_KINDS = frozenset(
         FrameKind.HANDOVER,
         FrameKind.AUDIT,
         FrameKind.NEIGHBOUR,
+        FrameKind.WORD,
         FrameKind.STORE,
     }
 )

@@ -179,6 +179,39 @@ async def test_the_mean_moves_by_the_gradients_alone(daemons: Daemons) -> None:
         assert [message.share for message in whole[-1].messages] == pytest.approx([1 / 3] * 2)
 
 
+async def test_exchanges_follow_one_another_without_a_word_through_p2pd(daemons: Daemons) -> None:
+    """Nobody is asked for a group, and what is said of an edge goes on its link: some steps in a
+    row in which the control plane carries nothing of this run, from or to anybody."""
+    steps, peers, width = 5, range(PEERS - 1), 500
+    run, carried = f"d-psgd-{width}", list[int]()
+
+    def so_far() -> int:
+        counts = [daemons.swarm.node(peer)._live().control_bytes for peer in peers]
+        return sum(n for each in counts for (name, _), n in [*each.items()] if name.startswith(run))
+
+    def quiet() -> bool:
+        return any(a == b for a, b in zip(carried, carried[steps:], strict=False))
+
+    trained, until_s = [Trained() for _ in peers], time.monotonic() + 20.0
+
+    def go_on(peer: int, _: int) -> bool:
+        if peer == 0:
+            carried.append(so_far())
+        return time.monotonic() < until_s and not quiet()
+
+    await asyncio.gather(
+        *(
+            daemons.swarm.call(
+                train, daemons, "d-psgd", peer, width, trained[peer], partial(go_on, peer)
+            )
+            for peer in peers
+        )
+    )
+    assert quiet(), carried
+    assert all(one.met(2) >= steps for one in trained)
+    moves_by_gradients_alone(trained, ALGORITHMS["d-psgd"]["lr"])
+
+
 async def test_pairs_that_meet_at_any_time_keep_the_sum(daemons: Daemons) -> None:
     """AD-PSGD: nobody waits for a round, and the sum over peers moves by the gradients alone."""
     lr, width, steps = 0.05, 3000, 12

@@ -193,9 +193,9 @@ async def one_step(swarm: LocalSwarm, system: System, number: int) -> Step:
 
 
 def ideal_s(peers: int, delay_s: float) -> dict[str, float]:
-    """Nothing but messages in a row. Neighbours and the average: Join to the leader, its Begin,
-    then the message and the word that it counts, or contribution, result and digest."""
-    found = {RING: hops(peers), **dict.fromkeys(NEIGHBOURS, 4), AVERAGE: 5}
+    """Nothing but messages in a row. Neighbours, once they have met: the message, and the word that
+    it counts. The average: Join to the leader, its Begin, contribution, result and digest."""
+    found = {RING: hops(peers), **dict.fromkeys(NEIGHBOURS, 2), AVERAGE: 5}
     return {name: count * delay_s for name, count in found.items()}
 
 
