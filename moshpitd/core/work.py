@@ -85,6 +85,8 @@ class Conductor:
 
     def tick(self, now: float) -> None:
         """Let go of the results that slower members were still reading."""
+        if not self.lingering:
+            return
         for ended in list(self.lingering):
             ended.tick(now)
             if ended.over:

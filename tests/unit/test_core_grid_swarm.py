@@ -342,12 +342,29 @@ def test_a_proposal_holds_from_its_round_on() -> None:
     assert place.shape.epoch == 2
 
 
-def test_of_two_proposals_of_one_epoch_the_larger_one_is_taken_by_all() -> None:
-    place, sight = place_of(1_000)
-    propose(sight, Shape(2, (10, 10, 9)), 0, "peer7")
-    propose(sight, Shape(2, (11, 10, 10)), 0, "peer8")
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        ((10, 10, 9), (11, 10, 10)),
+        ((14, 14), (9, 9, 9)),  # a longer side is not a larger grid
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_proposals_of_one_epoch_the_larger_one_is_taken_by_all(
+    smaller: tuple[int, ...], larger: tuple[int, ...], first: int
+) -> None:
+    place, sight = place_of(prod(larger))
+    for sides in (smaller, larger) if first == 0 else (larger, smaller):
+        propose(sight, Shape(2, sides), 0, f"a{sides}", f"b{sides}")
+        place.prepare(sight, 100.0)
+    assert place.shape == Shape(2, larger)
+    # As well where records say so, and nobody proposes any more.
+    place, sight = place_of(prod(larger))
+    for i, sides in enumerate((smaller, smaller, larger, larger)):
+        at = record(f"there{i}", shape=Shape(2, sides), coordinates=(0,) * len(sides))
+        sight.swarm.hear(at, 100.0, direct=True)
     place.prepare(sight, 100.0)
-    assert place.shape == Shape(2, (11, 10, 10))
+    assert place.shape == Shape(2, larger)
 
 
 @pytest.mark.parametrize("change", [1.2, 3.0])
