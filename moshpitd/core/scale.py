@@ -90,7 +90,9 @@ class Scale:
         """How many are we by now, and is a shape proposed? A run that is one group knows."""
         place, presence = self.state.place, self.state.presence
         deep = self.count.key != presence.key
-        if not place.many() and not deep and is_flat(place.shape):
+        # Whoever looks deeper than its shape says counts few where it looks, and needs another one.
+        many = place.many() or self.count.depth > 0
+        if not many and is_flat(place.shape):
             return
         seldom_s = COUNT_EVERY_S if place.peers <= 2 * EVERYONE else self.state.params.found_fresh_s
         if now < self.looked_at + min(seldom_s, presence.every_s):
@@ -98,7 +100,7 @@ class Scale:
         self.looked_at = now
         if now >= presence.answered_at + min(seldom_s, presence.every_s):
             presence.look_up(now)
-        if not place.many() and not deep:
+        if not many:
             return
         keys = [SHAPE_KEY, self.count.key] if deep else [SHAPE_KEY]
         if now >= self.spread_at + max(COUNT_EVERY_S, 2 * presence.every_s):

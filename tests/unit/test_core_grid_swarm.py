@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 
 from moshpitd.core.census import Census, median_with
 from moshpitd.core.crowd import PATIENCE
+from moshpitd.core.effects import Announce, LookUp
+from moshpitd.core.events import Announced, Attached, Event, Found, Ticked
 from moshpitd.core.grid import PEERS_KEY, is_flat, sides_for
 from moshpitd.core.headcount import SHAPE_KEY, STALE_ROUNDS, Headcount
 from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
+from moshpitd.core.peer import Peer
 from moshpitd.core.placing import EPOCHS_AHEAD, Place, Sight
 from moshpitd.core.shards import (
     SHARD_FULL,
@@ -480,3 +483,38 @@ def test_a_flat_run_counts_exactly_and_looks_at_no_proposals() -> None:
     place.prepare(Sight(swarm, SCHEMA, count, random.Random(0)), 1.0)
     assert is_flat(place.shape)
     assert count.key == PEERS_KEY != SHAPE_KEY
+
+
+# -- who has lost sight of the others
+
+
+def test_who_looks_deeper_than_its_shape_says_still_asks_for_proposals() -> None:
+    """A run that outgrows its shape by far: its shard is overfull, so the peer looks deeper, in a
+    shard where next to nobody is. It counts few there, and must hear of the shape that fits all
+    the same: on the old one it would be alone for ever."""
+    peer = Peer(Params(), "me", random.Random(1), run="r")
+    old, new = Shape(1, (8, 8)), Shape(2, (9, 9, 8))
+    crowd = tuple(
+        record(name, shape=old, coordinates=(i % 8, i // 8 % 8)) for i, name in enumerate(names(300))
+    )
+    proposed = tuple(
+        record(f"proposes{i}", shape=new, coordinates=(0, 0, 0), schema=SCHEMA) for i in range(2)
+    )
+    peer.handle(Attached("t", SCHEMA, "", (8,), b"d", founder="f", founder_digest=b"d"), 0.0)
+    now, told = 0.0, []
+    while now < 10.0:
+        now += 0.1
+        events: list[Event] = []
+        for effect in peer.take_effects():
+            if isinstance(effect, Announce):
+                events.append(Announced(effect.key, ok=True))
+            elif isinstance(effect, LookUp) and effect.key == PEERS_KEY:
+                events.append(Found(effect.key, crowd))
+            elif isinstance(effect, LookUp):
+                there = proposed if effect.key == SHAPE_KEY and now > 2.0 else ()
+                events.append(Found(effect.key, there))
+        told.append(peer.state.place.shape)
+        for event in [*events, Ticked()]:
+            peer.handle(event, now)
+    assert old in told
+    assert peer.state.place.shape == new
