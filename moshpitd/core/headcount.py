@@ -117,6 +117,5 @@ class Headcount:
 
     def _living(self, swarm: Swarm) -> float:
         """The share of those recorded in our shard that live, as far as we know them."""
-        known = [peer_id for peer_id in self.shard if swarm.knows(peer_id)]
-        gone = sum(1 for peer_id in known if swarm.is_lost(peer_id))
-        return (len(known) - gone + 1) / (len(known) + 1)
+        known, lost = swarm.known(self.shard)
+        return (known - lost + 1) / (known + 1)

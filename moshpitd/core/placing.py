@@ -305,8 +305,9 @@ class Place:
         """Newer shapes that have been proposed and hold by now."""
         voices: dict[Shape, int] = {}
         latest: tuple[Shape, int] | None = None
+        epoch, ours = self.shape.epoch, rank(self.shape)
         for shape, since in count.proposals.values():
-            if shape is self.shape or rank(shape) <= rank(self.shape):
+            if shape.epoch < epoch or shape is self.shape or rank(shape) <= ours:
                 continue
             voices[shape] = voices.get(shape, 0) + 1
             if not (voices[shape] >= 2 or self._witnessed(shape)) or not _valid(shape, self.params):

@@ -16,7 +16,7 @@ from moshpitd.core.grid import is_flat
 from moshpitd.core.headcount import SHAPE_KEY, Headcount
 from moshpitd.core.messages import Hello
 from moshpitd.core.placing import TOLD, Sight
-from moshpitd.core.shards import MAX_DEPTH, SHARD_FULL, depth_for, keys_of
+from moshpitd.core.shards import MAX_DEPTH, SHARD_FULL, depth_for, keys_of, shard_of
 from moshpitd.core.state import State
 
 COUNT_EVERY_S = 5.0
@@ -131,13 +131,16 @@ class Scale:
     def _ask_missing(self, event: Found, now: float) -> None:
         """Of those that belong into our shard, who is not there any more has left, or was missed
         by this answer: ask the ones that have been quiet."""
+        if event.key != self.count.key:
+            return  # we look elsewhere by now
         named = {record.peer_id: True for record in event.records}
-        asked = 0
+        depth, asked, since = self.count.depth, 0, now - self.state.params.refresh_s
+        ours = shard_of(self.state.peer_id, depth) if depth else 0
         for entry in self.state.swarm.live(self.state.record.schema):
             peer_id = entry.record.peer_id
-            if peer_id in named or now - entry.heard_at <= self.state.params.refresh_s:
+            if entry.heard_at >= since or peer_id in named or asked == TOLD:
                 continue
-            if keys_of(peer_id, self.count.depth)[0] == event.key and asked < TOLD:
+            if not depth or shard_of(peer_id, depth) == ours:
                 asked += 1
                 self.state.effects.append(Send(peer_id, Hello(self.state.record)))
 

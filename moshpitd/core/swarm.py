@@ -164,9 +164,18 @@ class Swarm:
         entry = self.heard.get(peer_id)
         return peer_id in self._gone if entry is None else entry.lost is not None
 
-    def knows(self, peer_id: str) -> bool:
-        """Did we ever find out whether it lives?"""
-        return peer_id in self.heard or peer_id in self._gone
+    def known(self, peer_ids: Iterable[str]) -> tuple[int, int]:
+        """(of how many of these we ever found out whether they live, how many of those are lost)"""
+        known = lost = 0
+        for peer_id in peer_ids:
+            entry = self.heard.get(peer_id)
+            if entry is not None:
+                known += 1
+                lost += entry.lost is not None
+            elif peer_id in self._gone:
+                known += 1
+                lost += 1
+        return known, lost
 
     def expire(self, named: Iterable[str], now: float) -> list[str]:
         """Forget peers not heard of for `heard_fresh_s`, as which counts that the directory has

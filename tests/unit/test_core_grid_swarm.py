@@ -144,7 +144,7 @@ def test_a_dead_peers_record_is_no_news_when_it_has_been_forgotten() -> None:
     swarm.hear(record("b"), 40.0, direct=True)
     assert "dead" not in swarm.heard
     assert swarm.is_lost("dead")
-    assert swarm.knows("dead")
+    assert swarm.known(["dead", "stranger"]) == (1, 1)
     assert not swarm.is_news(record("dead", sequence=5))
     assert not swarm.hear(record("dead", sequence=5), 41.0, direct=False)
     assert swarm.hear(record("dead", sequence=6), 60.0, direct=False)
