@@ -64,7 +64,7 @@ def run_seed(job: tuple[dict[str, Any], int, Path | None]) -> Verdict:
 
     table, seed, path = job
     options = world_of(table, seed, path)
-    gc.disable()  # a world of millions of records leaves next to no cycles, and each search reads all
+    gc.disable()  # a search reads millions of records, and there are next to no cycles
     try:
         world = World(options)
         report = world.run()

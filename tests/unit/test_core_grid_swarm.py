@@ -495,7 +495,8 @@ def test_who_looks_deeper_than_its_shape_says_still_asks_for_proposals() -> None
     peer = Peer(Params(), "me", random.Random(1), run="r")
     old, new = Shape(1, (8, 8)), Shape(2, (9, 9, 8))
     crowd = tuple(
-        record(name, shape=old, coordinates=(i % 8, i // 8 % 8)) for i, name in enumerate(names(300))
+        record(name, shape=old, coordinates=(i % 8, i // 8 % 8))
+        for i, name in enumerate(names(300))
     )
     proposed = tuple(
         record(f"proposes{i}", shape=new, coordinates=(0, 0, 0), schema=SCHEMA) for i in range(2)
