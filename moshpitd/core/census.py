@@ -92,6 +92,10 @@ class Census:
         claim = self.claims.get(digest)
         return claim.versions[0] if claim is not None else None
 
+    def highest_version(self, digest: bytes) -> int | None:
+        claim = self.claims.get(digest)
+        return claim.versions[-1] if claim is not None else None
+
     def winner(self, own: Lineage, version: int) -> Lineage:
         """See `Swarm.winning_lineage`; ours counts as one more voice for its lineage."""
         held = self._winner

@@ -29,6 +29,9 @@ OVERTAKEN_S = 2.0
 """Two messages of one peer overtake each other within so long; who lost its counter was away for
 longer."""
 
+VOICES = 3
+"""The fewest whose median is believed."""
+
 FULL_S = 1.0
 """With no room for a new peer, none is looked for again for so long: a directory answer may name a
 thousand."""
@@ -259,6 +262,23 @@ class Swarm:
             return False  # no median of these is lower than their lowest
         median, others = self.median_version(own, lineage, schema, since=since)
         return others >= 3 and version - median > lag
+
+    def lags(self, own: int, lineage: Lineage, schema: bytes, *, since: float) -> bool:
+        """Is the median more than `max_version_lag` ahead of us: that of all known, or that of
+        those heard `since`? Of a large swarm most are known from a round long ago, and what they
+        held then says nothing of now."""
+        highest = self.census(schema).highest_version(lineage.digest)
+        lag = self.params.max_version_lag
+        if highest is None or highest - own <= lag:
+            return False  # no median is higher than their highest
+        if self.median_version(own, lineage, schema)[0] - own > lag:
+            return True
+        lately = [
+            e.record.version
+            for e in self.live(schema)
+            if e.heard_at >= since and same_lineage(e.record.lineage, lineage)
+        ]
+        return len(lately) >= VOICES and upper_median([own, *lately]) - own > lag
 
     def winning_lineage(self, own: Lineage, own_version: int, schema: bytes) -> Lineage:
         """The one lineage that may average: confirmed by two peers before not, then the highest

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moshpitd.core.catchup import needs_snapshot
 from moshpitd.core.census import Census, median_with
 from moshpitd.core.crowd import PATIENCE
 from moshpitd.core.effects import Announce, LookUp
@@ -519,3 +520,26 @@ def test_who_looks_deeper_than_its_shape_says_still_asks_for_proposals() -> None
             peer.handle(event, now)
     assert old in told
     assert peer.state.place.shape == new
+
+
+@pytest.mark.parametrize(
+    ("lately", "versions_ahead", "behind"),
+    [
+        (3, 9, True),
+        (3, 8, False),  # within what a grid may differ by
+        (2, 50, False),  # two are too few to tell
+    ],
+)
+def test_most_are_known_from_a_round_long_ago_and_say_nothing_of_now(
+    lately: int, versions_ahead: int, behind: bool
+) -> None:
+    """Of a run of hundreds a peer remembers everybody it ever met, and hears its shard and its line
+    again: at version 12 among peers at 136 it was refused by each that it asked, for five minutes,
+    and took no snapshot, because the median of what it remembered was its own version."""
+    swarm, me = Swarm(Params(), "me"), record("me", version=12)
+    for name in names(100):
+        swarm.hear(record(name, version=12), 0.0, direct=True)
+    assert not needs_snapshot(swarm, me, Params(), 1.0, fresh=False)
+    for name in names(lately):
+        swarm.hear(record(name, version=12 + versions_ahead, sequence=2), 100.0, direct=False)
+    assert needs_snapshot(swarm, me, Params(), 100.0, fresh=False) is behind
