@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moshpitd.core.effects import NOTES, Effect, Finish, LoadSnapshot, Note, RefreshSnapshot, Send
-from moshpitd.core.messages import Group, Hello, Message, Parity, Record
+from moshpitd.core.messages import Group, Hello, Parity, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.errors import MoshpitError
 from moshpitd.sim.deadlines import Deadlines, Due
@@ -148,10 +148,8 @@ class Checks:
             return
         self.meetings.said(node, effect, to)
         match effect:
-            case Send(message=Hello(record=record)):  # half of all; many are told the same record
-                if record is not self._told.get(node.index):
-                    self._bounded(node, effect.message)
-                    self._told[node.index] = record
+            case Send(message=Hello(record=record)) if record is self._told.get(node.index):
+                pass  # half of all; many are told the same record
             case LoadSnapshot():
                 self._loaded[node.peer_id] = (self._now(), effect.version)
                 self._shares.pop(node.peer_id, None)  # what it holds now is not what it weighed
@@ -163,15 +161,13 @@ class Checks:
             case Send(to=other, message=Parity(group_id=group_id)) if group_id in node.plane.rounds:
                 self._settled(node, node.plane.rounds[group_id])
                 self._compared(node, other, group_id)
-            case Send():
-                self._bounded(node, effect.message)
+            case Send(message=message):
+                if (broken := _over_bound(message)) is not None:
+                    self.fail(f"sends {broken}", node)
+                if isinstance(message, Hello):
+                    self._told[node.index] = message.record
             case _:
                 pass
-
-    def _bounded(self, node: Node, message: Message) -> None:
-        broken = _over_bound(message)
-        if broken is not None:
-            self.fail(f"sends {broken}", node)
 
     def _finished(self, node: Node, effect: Finish) -> None:
         outcome = effect.outcome
