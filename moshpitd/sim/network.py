@@ -144,6 +144,8 @@ class Directory:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._slots: dict[str, dict[str, _Slot]] = {}
+        # Key -> (until when that holds, all that is under it), for keys where nothing is late.
+        self._whole: dict[str, tuple[float, tuple[Record, ...]]] = {}
         self._duration = stream(options.seed, "directory", "duration")
         self._stale = stream(options.seed, "directory", "stale")
         self._hidden = stream(options.seed, "directory", "hidden")
@@ -171,6 +173,7 @@ class Directory:
 
     def store(self, key: str, record: Record, *, ttl_s: float, now: float) -> None:
         """Of a ttl of 0: take it back."""
+        self._whole.pop(key, None)
         if ttl_s <= 0.0:
             self._slots.get(key, {}).pop(record.peer_id, None)
             return
@@ -209,16 +212,43 @@ class Directory:
             return ()
         if len(slots) > ANSWER_RECORDS:
             return None
+        until, found = self._whole.get(key, (0.0, ()))
+        if unseen is not None or now >= until:
+            found = self._shown(key, slots, now, unseen)
+        if asker in slots or self.hidden > 0.0:
+            found = tuple(
+                record
+                for record in found
+                if record.peer_id != asker
+                and not (self.hidden > 0.0 and self._hidden.random() < self.hidden)
+            )
+        most = self._options.directory_answer
+        if most and len(found) > most:
+            start = self._cut.randrange(len(found))
+            found = (*found[start:], *found[:start])[:most]
+        return found
+
+    def _shown(
+        self,
+        key: str,
+        slots: dict[str, _Slot],
+        now: float,
+        unseen: Callable[[str, float], bool] | None,
+    ) -> tuple[Record, ...]:
+        """What is there to be seen, and is remembered until something changes if that is all."""
         found: list[Record] = []
         dead: list[str] = []
+        whole, until = unseen is None, math.inf
         for peer_id, slot in slots.items():
             newest = slot.kept[-1]
             if newest.visible_at <= now < newest.expires_at and unseen is None:
                 found.append(newest.record)
+                until = min(until, newest.expires_at)
                 continue
             if all(stored.expires_at <= now for stored in slot.kept):
                 dead.append(peer_id)
                 continue
+            whole = False
             shown = [
                 s.record
                 for s in slot.kept
@@ -228,15 +258,6 @@ class Directory:
             found += shown[-1:]
         for peer_id in dead:
             del slots[peer_id]
-        if asker in slots or self.hidden > 0.0:
-            found = [
-                record
-                for record in found
-                if record.peer_id != asker
-                and not (self.hidden > 0.0 and self._hidden.random() < self.hidden)
-            ]
-        most = self._options.directory_answer
-        if most and len(found) > most:
-            start = self._cut.randrange(len(found))
-            found = [*found[start:], *found[:start]][:most]
+        if whole:
+            self._whole[key] = (until, tuple(found))
         return tuple(found)
