@@ -133,16 +133,19 @@ class Scale:
         by this answer: ask the ones that have been quiet."""
         if event.key != self.count.key:
             return  # we look elsewhere by now
-        named = {record.peer_id: True for record in event.records}
-        depth, asked, since = self.count.depth, 0, now - self.state.params.refresh_s
+        depth, since = self.count.depth, now - self.state.params.refresh_s
         ours = shard_of(self.state.peer_id, depth) if depth else 0
-        for entry in self.state.swarm.live(self.state.record.schema):
-            peer_id = entry.record.peer_id
-            if entry.heard_at >= since or peer_id in named or asked == TOLD:
-                continue
-            if not depth or shard_of(peer_id, depth) == ours:
-                asked += 1
-                self.state.effects.append(Send(peer_id, Hello(self.state.record)))
+        quiet = [
+            entry.record.peer_id
+            for entry in self.state.swarm.live(self.state.record.schema)
+            if entry.heard_at < since
+            and (not depth or shard_of(entry.record.peer_id, depth) == ours)
+        ]
+        if quiet:
+            named = {record.peer_id: True for record in event.records}
+            missing = [peer_id for peer_id in quiet if peer_id not in named][:TOLD]
+            hello = Hello(self.state.record)
+            self.state.effects += [Send(peer_id, hello) for peer_id in missing]
 
     def _deeper(self, now: float) -> None:
         """Our shard is far too full for the shape that we know. Until a shape comes that fits, we
