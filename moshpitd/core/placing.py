@@ -303,17 +303,19 @@ class Place:
 
     def _proposed(self, count: Headcount) -> list[Shape]:
         """Newer shapes that have been proposed and hold by now."""
-        voices: dict[Shape, int] = {}
+        voices: dict[Shape, list[int]] = {}
         latest: tuple[Shape, int] | None = None
-        epoch, ours = self.shape.epoch, rank(self.shape)
         for shape, since in count.proposals.values():
-            if shape.epoch < epoch or shape is self.shape or rank(shape) <= ours:
+            if shape.epoch >= self.shape.epoch and shape is not self.shape:
+                voices.setdefault(shape, []).append(since)
+        for shape, rounds in voices.items():
+            newest = self.shape if latest is None else latest[0]
+            if rank(shape) <= rank(newest) or not _valid(shape, self.params):
                 continue
-            voices[shape] = voices.get(shape, 0) + 1
-            if not (voices[shape] >= 2 or self._witnessed(shape)) or not _valid(shape, self.params):
-                continue
-            if latest is None or rank(shape) > rank(latest[0]):
-                latest = (shape, since)
+            if self._witnessed(shape):
+                latest = (shape, rounds[0])
+            elif len(rounds) >= 2:
+                latest = (shape, rounds[1])
         self.pending = latest
         return [latest[0]] if latest is not None and self.round >= latest[1] else []
 

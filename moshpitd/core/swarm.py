@@ -7,7 +7,7 @@ is believed further than two peers confirm it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from moshpitd.core.census import Census
@@ -167,18 +167,12 @@ class Swarm:
         entry = self.heard.get(peer_id)
         return peer_id in self._gone if entry is None else entry.lost is not None
 
-    def known(self, peer_ids: Iterable[str]) -> tuple[int, int]:
+    def known(self, peer_ids: Sequence[str]) -> tuple[int, int]:
         """(of how many of these we ever found out whether they live, how many of those are lost)"""
-        known = lost = 0
-        for peer_id in peer_ids:
-            entry = self.heard.get(peer_id)
-            if entry is not None:
-                known += 1
-                lost += entry.lost is not None
-            elif peer_id in self._gone:
-                known += 1
-                lost += 1
-        return known, lost
+        entries = [entry for entry in map(self.heard.get, peer_ids) if entry is not None]
+        lost = sum(1 for entry in entries if entry.lost is not None)
+        gone = sum(map(self._gone.__contains__, peer_ids)) if self._gone else 0
+        return len(entries) + gone, lost + gone
 
     def expire(self, named: Iterable[str], now: float) -> list[str]:
         """Forget peers not heard of for `heard_fresh_s`, as which counts that the directory has
