@@ -15,8 +15,8 @@ from moshpitd.core.events import Found
 from moshpitd.core.grid import is_flat
 from moshpitd.core.headcount import SHAPE_KEY, Headcount
 from moshpitd.core.messages import Hello
-from moshpitd.core.placing import TOLD, Sight
-from moshpitd.core.shards import MAX_DEPTH, SHARD_FULL, depth_for, keys_of, shard_of
+from moshpitd.core.placing import SECONDED, TOLD, Sight
+from moshpitd.core.shards import MAX_DEPTH, SHARD_FULL, STEP, depth_for, keys_of, shard_of
 from moshpitd.core.state import State
 
 COUNT_EVERY_S = 5.0
@@ -26,10 +26,6 @@ milliseconds. A large run, whose number changes slowly, is counted every `found_
 OVERFULL = 4 * SHARD_FULL
 """More records than that in our shard, and the run has outgrown its shape by far: reading them
 again every second would be a burden for everybody."""
-
-STEP = 4
-"""Bits by which shards get finer meanwhile: 16 hold 4,096 peers before they are overfull too, 256
-hold 65,536."""
 
 UNREADABLE = 2
 """Look-ups in a row that fail before that: one is lost now and then."""
@@ -183,7 +179,10 @@ class Scale:
         news = held[0].epoch > 0 and (told is None or told[0] != held[0])
         # Also where few are left: those that still hold with the shape of many look here.
         many = place.many() or self.count.depth > 0
-        if place.proposal is None and news and many and place.seconds(held[0].epoch):
+        # Who counts few takes itself for one of the few: enough voices are enough.
+        voices = [shape for shape, _ in self.count.proposals.values() if shape == held[0]]
+        wanted = news and many and len(voices) < SECONDED
+        if place.proposal is None and wanted and place.seconds(held[0].epoch):
             self.count.proposals[state.peer_id] = place.proposal = held
         if place.proposal is None:
             return

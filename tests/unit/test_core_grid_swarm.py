@@ -21,7 +21,7 @@ from moshpitd.core.crowd import PATIENCE
 from moshpitd.core.effects import Announce, LookUp
 from moshpitd.core.events import Announced, Attached, Event, Found, Ticked
 from moshpitd.core.grid import PEERS_KEY, is_flat, sides_for
-from moshpitd.core.headcount import SHAPE_KEY, STALE_ROUNDS, Headcount
+from moshpitd.core.headcount import KEPT, SHAPE_KEY, STALE_ROUNDS, Headcount
 from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
@@ -267,7 +267,7 @@ def test_a_survey_is_over_when_all_its_shards_have_been_counted() -> None:
     everybody = run_of(peers, round=20, shape=Shape(1, (peers,)))
     count, swarm, mine = counting(everybody, peers)
     keys = count.begin_survey()
-    assert len(keys) == 16
+    assert len(keys) == 3 * 16
     assert count.begin_survey() == ()  # one at a time
     for key in keys:
         assert count.surveyed(swarm) is None
@@ -277,6 +277,42 @@ def test_a_survey_is_over_when_all_its_shards_have_been_counted() -> None:
     assert estimate is not None
     assert abs(estimate - peers) < 0.12 * peers
     assert count.surveyed(swarm) is None
+
+
+def test_a_survey_counts_those_too_that_are_a_step_deeper_or_not_yet_as_deep() -> None:
+    """In a run that grows fast each depth of the directory holds a part. Who found its shard
+    overfull went a step deeper; a survey of that depth alone counted 2,000 of 8,000."""
+    everybody = run_of(6_000, round=0)
+    at = {r.peer_id: (4, 8, 8)[i % 3] for i, r in enumerate(everybody)}
+    mine, swarm = record("me"), Swarm(Params(), "me")
+    for depth in (4, 8):
+        count = Headcount(Params(), "me")
+        count.move(depth)
+        for key in count.begin_survey():
+            found = tuple(r for r in everybody if keys_of(r.peer_id, at[r.peer_id])[0] == key)
+            count.found(key, found, swarm, mine)
+        estimate = count.surveyed(swarm)
+        assert estimate is not None
+        assert abs(estimate - 6_000) < 0.12 * 6_000
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_newest_proposals_are_kept_wherever_they_stand_in_a_long_answer(first: bool) -> None:
+    count, swarm = Headcount(Params(), "me"), Swarm(Params(), "me")
+    old = [record(f"old{i}", shape=Shape(1, (7, 7, 7))) for i in range(200)]
+    new = [record(f"new{i}", shape=Shape(2, (12, 12, 11))) for i in range(2)]
+    count.found(SHAPE_KEY, tuple(new + old if first else old + new), swarm, record("me"))
+    assert len(count.proposals) == KEPT
+    assert {"new0", "new1"} <= count.proposals.keys()
+
+
+def test_more_than_one_answer_names_is_counted_and_not_taken_for_what_is_remembered() -> None:
+    count, swarm = Headcount(Params(), "me"), Swarm(Params(), "me")
+    everybody = tuple(run_of(200))
+    for one in everybody[:SHARD_FULL]:
+        swarm.hear(one, 0.0, direct=False)
+    count.found(PEERS_KEY, everybody, swarm, record("me"))
+    assert count.peers(swarm, SCHEMA) == 201
 
 
 # -- shapes
