@@ -579,3 +579,16 @@ def test_most_are_known_from_a_round_long_ago_and_say_nothing_of_now(
     for name in names(lately):
         swarm.hear(record(name, version=12 + versions_ahead, sequence=2), 100.0, direct=False)
     assert needs_snapshot(swarm, me, Params(), 100.0, fresh=False) is behind
+
+
+@pytest.mark.parametrize(("voices", "speaks"), [(15, True), (16, False)])
+def test_what_enough_have_seconded_nobody_seconds_any_more(voices: int, speaks: bool) -> None:
+    """Who counts few peers takes itself for one of the few that speak: of 2,500 that started within
+    two seconds 470 did, and of 10,000 too many for one answer of the directory."""
+    peer = Peer(Params(), "me", random.Random(1), run="r")
+    shape, scale = Shape(1, (9, 9, 8)), peer.conductor.meeting.scale
+    peer.state.place.shape, peer.state.place.crowd.peers = shape, 16
+    scale.count.proposals = {name: (shape, 0) for name in names(voices)}
+    scale._speak()
+    said = [it.key for it in peer.take_effects() if isinstance(it, Announce)]
+    assert said == ([SHAPE_KEY] if speaks else [])
