@@ -588,7 +588,7 @@ def test_what_enough_have_seconded_nobody_seconds_any_more(voices: int, speaks: 
     peer = Peer(Params(), "me", random.Random(1), run="r")
     shape, scale = Shape(1, (9, 9, 8)), peer.conductor.meeting.scale
     peer.state.place.shape, peer.state.place.crowd.peers = shape, 16
-    scale.count.proposals = {name: (shape, 0) for name in names(voices)}
+    scale.count.proposals = dict.fromkeys(names(voices), (shape, 0))
     scale._speak()
     said = [it.key for it in peer.take_effects() if isinstance(it, Announce)]
     assert said == ([SHAPE_KEY] if speaks else [])
