@@ -281,7 +281,8 @@ class Place:
         needed = min(2, sight.swarm.living(sight.schema))
         ours = rank(self.shape)
         good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
-        left = self.shape not in voices  # nobody else is where we are
+        # Nobody else is where we are; or only newcomers like us, who have no rounds to finish there.
+        left = self.shape not in voices or not self.met
         newer = [
             it
             for it in voices

@@ -362,6 +362,21 @@ def test_what_one_peer_proposes_is_not_believed_against_our_count() -> None:
     assert place.shape == Shape(2, (5, 5))  # two voices are
 
 
+@pytest.mark.parametrize("met", [False, True])
+def test_a_newcomer_goes_to_where_all_are_though_other_newcomers_stand_with_it(met: bool) -> None:
+    """Twenty of 2,000 that joined between two rounds stood on a grid of their own until the next:
+    they knew of each other there, and all others were in later rounds."""
+    place, sight = place_of(60, round_number=0)  # what lies under the first key, as they count
+    place.met = met
+    grid = Shape(4, (13, 13, 12))
+    for name in names(4):
+        at = record(name, sequence=2, shape=grid, coordinates=(0, 0, 0), round=3)
+        sight.swarm.hear(at, 100.0, direct=True)
+    place.prepare(sight, 100.0)
+    assert place.shape == (grid if not met else Shape(1, sides_for(60, 16)))
+    assert place.round == (3 if not met else 0)
+
+
 def test_one_voice_cannot_use_up_the_epochs() -> None:
     place, sight = place_of(1_000)
     propose(sight, Shape(2 + EPOCHS_AHEAD, (11, 10, 10)), 0, "liar")
