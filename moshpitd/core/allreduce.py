@@ -258,7 +258,8 @@ class Round:
         for index in self.takeovers.overdue(now):
             self._exclude(index, Reason.NO_ANSWER)
         for index, lane in enumerate(self.st.lanes):
-            if lane.gone is not None or index == self.index:
+            owes = lane.owes_parts or lane.owes_results
+            if not owes or lane.gone is not None or index == self.index:
                 continue
             # Written like `deadline`, so that both round alike.
             muted_at = lane.progress_at + self.params.part_timeout_s
@@ -274,7 +275,8 @@ class Round:
     def deadline(self) -> float:
         times = self.takeovers.deadlines()
         for index, lane in enumerate(self.st.lanes):
-            if lane.gone is not None or index == self.index:
+            owes = lane.owes_parts or lane.owes_results
+            if not owes or lane.gone is not None or index == self.index:
                 continue
             if lane.owes_parts and lane.muted is None:
                 times.append(lane.progress_at + self.params.part_timeout_s)

@@ -24,11 +24,15 @@ class Calls:
         self.due: dict[str, float] = {}  # token -> when a call that still waits has waited enough
 
     def deadline(self) -> float | None:
-        return min((self.due[call.token] for call in self._waiting()), default=None)
+        waiting = self._waiting()
+        return min(self.due[call.token] for call in waiting) if waiting else None
 
     def tick(self, now: float) -> None:
         """A call ends by its own timeout also when its turn never came."""
-        for call in [call for call in self._waiting() if self.due[call.token] <= now]:
+        waiting = self._waiting()
+        if not waiting:
+            return
+        for call in [call for call in waiting if self.due[call.token] <= now]:
             self.on_cancelled(call.token, now)
             self._fail(call, Reason.TIMEOUT)
 

@@ -40,6 +40,9 @@ BUSY_RETRY_S = 0.25
 """Wait before asking a donor again whose slots are taken: a small model is served within a few of
 these."""
 
+LATELY = 2.0
+"""Refreshes: in so long the directory has named everybody in our shard."""
+
 WITNESSES = 3
 """Members of the donor's last group asked to confirm its digest, one after another."""
 
@@ -220,7 +223,7 @@ class CatchUp:
             self._decide(now)
 
     def _decide(self, now: float) -> None:
-        if not needs_snapshot(self.swarm, self.me, self.params, fresh=self.fresh):
+        if not needs_snapshot(self.swarm, self.me, self.params, now, fresh=self.fresh):
             self._end(None)
             return
         winner = self.swarm.winning_lineage(self.me.lineage, self.me.version, self.me.schema)
@@ -318,7 +321,7 @@ class CatchUp:
         self.effects.append(Note(what, peer, reason, fields=dict(fields)))
 
 
-def needs_snapshot(swarm: Swarm, me: Record, params: Params, *, fresh: bool) -> bool:
+def needs_snapshot(swarm: Swarm, me: Record, params: Params, now: float, *, fresh: bool) -> bool:
     """Another lineage holds, or the median heard in ours is more than `max_version_lag` ahead, or
     (`fresh`) we hold a start where the others hold results. The last only when a trainer attaches:
     in the first rounds of a grid some groups are done before others, and none of them is a
@@ -326,12 +329,10 @@ def needs_snapshot(swarm: Swarm, me: Record, params: Params, *, fresh: bool) -> 
     winner = swarm.winning_lineage(me.lineage, me.version, me.schema)
     if not same_lineage(winner, me.lineage):
         return True
-    median, others = swarm.median_version(me.version, me.lineage, me.schema)
-    if not others:
-        return False
-    return median - me.version > params.max_version_lag or (
-        fresh and me.version == 0 and median > 0
-    )
+    if fresh and me.version == 0 and swarm.median_version(0, me.lineage, me.schema)[0] > 0:
+        return True
+    since = now - LATELY * params.refresh_s
+    return swarm.lags(me.version, me.lineage, me.schema, since=since)
 
 
 def adopted(me: Record, lineage: Lineage) -> Lineage:

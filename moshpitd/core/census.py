@@ -59,7 +59,9 @@ class Census:
 
     def exchange(self, old: Record, new: Record) -> None:
         """`new` takes the place of `old`; most records differ in a number or two."""
-        if old.lineage != new.lineage or old.shape != new.shape:
+        # A record follows another of its peer mostly with the very same lineage and shape.
+        same = old.lineage is new.lineage or old.lineage == new.lineage
+        if not same or not (old.shape is new.shape or old.shape == new.shape):
             self.remove(old)
             self.add(new)
             return
@@ -89,6 +91,10 @@ class Census:
     def lowest_version(self, digest: bytes) -> int | None:
         claim = self.claims.get(digest)
         return claim.versions[0] if claim is not None else None
+
+    def highest_version(self, digest: bytes) -> int | None:
+        claim = self.claims.get(digest)
+        return claim.versions[-1] if claim is not None else None
 
     def winner(self, own: Lineage, version: int) -> Lineage:
         """See `Swarm.winning_lineage`; ours counts as one more voice for its lineage."""

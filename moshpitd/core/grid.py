@@ -43,6 +43,12 @@ def is_flat(shape: Shape) -> bool:
     return len(shape.sides) == 1
 
 
+def rank(shape: Shape) -> tuple[int, int, tuple[int, ...]]:
+    """Which of two shapes holds: the later epoch; within one epoch the one with more cells, because
+    whoever counted more has seen peers that the other has not."""
+    return shape.epoch, prod(shape.sides), shape.sides
+
+
 def axis_of(shape: Shape, round_number: int) -> int:
     """The coordinate that is free in this round."""
     return round_number % len(shape.sides)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from moshpitd.core.grid import PEERS_KEY
 from moshpitd.core.messages import Record, Shape
 from moshpitd.core.params import Params
-from moshpitd.core.shards import counted, keys_of, surveyed
+from moshpitd.core.shards import SHARD_FULL, STEP, counted, keys_of, surveyed
 from moshpitd.core.swarm import Swarm
 
 SHAPE_KEY = "shape"
@@ -43,6 +43,7 @@ class Headcount:
         default_factory=dict
     )  # who proposes -> shape, and from which round on
     survey: dict[str, int | None] = field(default_factory=dict)  # shard key -> count, None: asked
+    depths: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of the survey -> its keys
 
     @property
     def key(self) -> str:
@@ -63,7 +64,12 @@ class Headcount:
         """Keys to look up before a shape is proposed; none while one survey runs."""
         if any(count is None for count in self.survey.values()):
             return ()
-        self.survey = dict.fromkeys(surveyed(self.me, self.depth))
+        # Who found its shard overfull is a step deeper than the shape says, and others have yet to
+        # find that out: of a run that grows fast each depth holds a part.
+        steps = range(STEP, self.depth + STEP + 1, STEP)
+        depths = sorted(dict.fromkeys((self.depth, *steps))) if self.depth else [0]
+        self.depths = {depth: surveyed(self.me, depth) for depth in depths}
+        self.survey = dict.fromkeys(key for keys in self.depths.values() for key in keys)
         return tuple(self.survey)
 
     def surveyed(self, swarm: Swarm) -> int | None:
@@ -71,24 +77,25 @@ class Headcount:
         counts = [count for count in self.survey.values() if count is not None]
         if not counts or len(counts) < len(self.survey):
             return None
-        own = 1 if self.key in self.survey else 0
-        total = (sum(counts) + own) * self._living(swarm)
+        total = 0.0
+        for depth, keys in self.depths.items():
+            ours = 1 if self.key in keys else 0
+            here = sum(self.survey[key] or 0 for key in keys) + ours
+            total += here * (1 << depth) / len(keys)
         self.survey.clear()
-        return max(1, round(total * (1 << self.depth) / len(counts)))
+        return max(1, round(total * self._living(swarm)))
 
     def found(self, key: str, records: tuple[Record, ...], swarm: Swarm, mine: Record) -> None:
         """The directory's answer for a shard or for the proposals."""
         if key == SHAPE_KEY:
+            epoch = mine.shape.epoch
             for record in records:
-                if record.schema == mine.schema:
-                    self.proposals.pop(record.peer_id, None)
+                if record.schema == mine.schema and record.shape.epoch >= epoch:
                     self.proposals[record.peer_id] = (record.shape, record.round)
-            for peer_id in [
-                p for p, it in self.proposals.items() if it[0].epoch < mine.shape.epoch
-            ]:
-                del self.proposals[peer_id]
-            while len(self.proposals) > KEPT:
-                del self.proposals[next(iter(self.proposals))]
+            latest = [it for it in self.proposals.items() if it[1][0].epoch >= epoch]
+            if len(latest) > KEPT:  # of the newest epochs, wherever they stand in the answer
+                latest = sorted(latest, key=lambda it: it[1][0].epoch)[-KEPT:]
+            self.proposals = dict(latest)
             return
         oldest = swarm.census(mine.schema).median_round(mine.round, mine.shape) - STALE_ROUNDS
         live = [
@@ -108,8 +115,9 @@ class Headcount:
         """How many there are, ourselves among them."""
         known = swarm.living(schema)
         if not self.depth or self.key not in self.counts:
-            roomy = len(swarm.heard) < self.params.max_candidates
             counted_here = self.counts.get(PEERS_KEY, 0) if not self.depth else 0
+            # Of a longer answer only a part is remembered: what is known is no count then.
+            roomy = len(swarm.heard) < self.params.max_candidates and counted_here <= SHARD_FULL
             counted_here = round(counted_here * self._living(swarm))
             return (known if roomy else max(known, counted_here)) + 1
         total = (sum(self.counts.values()) + 1) * self._living(swarm)
@@ -117,6 +125,5 @@ class Headcount:
 
     def _living(self, swarm: Swarm) -> float:
         """The share of those recorded in our shard that live, as far as we know them."""
-        known = [peer_id for peer_id in self.shard if swarm.knows(peer_id)]
-        gone = sum(1 for peer_id in known if swarm.is_lost(peer_id))
-        return (len(known) - gone + 1) / (len(known) + 1)
+        known, lost = swarm.known(self.shard)
+        return (known - lost + 1) / (known + 1)

@@ -65,7 +65,7 @@ class Hearing:
         ours = event.key == self.state.presence.key
         resting = work is None or work.round is None  # in a long exchange all are quiet
         if ours and event.ok and resting:
-            swarm.expire([record.peer_id for record in event.records], now)
+            swarm.expire((record.peer_id for record in event.records), now)
         if ours or event.key in (self.meeting.key, attempt.key if attempt is not None else ""):
             few = len(event.records) <= TOLD and not self.meeting.scale.count.depth
             # Under a key of the grid lies also who stood there a few rounds ago.

@@ -26,7 +26,6 @@ from moshpitd.core.presence import EAGER_S
 from moshpitd.core.scale import Scale
 from moshpitd.core.shards import draw
 from moshpitd.core.state import State
-from moshpitd.core.swarm import Heard
 
 MISSED = 2
 """Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
@@ -264,10 +263,18 @@ class Meeting:
         round now. One of another lineage is still worth asking: it may hold ours by now."""
         place, ours = self.state.place, self.state.record
         anytime = is_flat(place.shape) or self._everybody_tells()
+        since = now - self.state.params.found_fresh_s
         here = [
             entry
             for entry in self.state.swarm.live(ours.schema)
-            if (anytime or self._may_be_here(entry, now)) and place.meets(entry.record)
+            # In our round, or lately in one with our axis: where everybody goes at its own pace,
+            # those of a line are seldom in one round.
+            if (
+                anytime
+                or entry.record.round == place.round
+                or (entry.heard_at >= since and place.in_step(entry.record))
+            )
+            and place.meets(entry.record)
         ]
         for record in self._ours([entry.record for entry in here]):
             if self.state.refuse(record, now) is not Reason.STRIKES:
@@ -275,15 +282,6 @@ class Meeting:
                 # One that still takes the results of a round that is over for us comes later.
                 busy = self.state.offer.busy(record.peer_id, now)
                 attempt.add(record, now, waited_for=missed < MISSED and not busy)
-
-    def _may_be_here(self, entry: Heard, now: float) -> bool:
-        """Is it in our round, or was it lately in one with our axis? Where everybody goes at its
-        own pace, those of a line are seldom in one round."""
-        place, record = self.state.place, entry.record
-        if record.round == place.round:
-            return True
-        fresh = now - entry.heard_at <= self.state.params.found_fresh_s
-        return fresh and place.in_step(record)
 
     def is_here(self, record: Record, *, just_now: bool = False) -> bool:
         """Does it stand under our key on the grid, in our round? What it says `just_now` counts

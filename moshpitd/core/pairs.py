@@ -145,6 +145,8 @@ class Pairs:
     # -- time
 
     def deadline(self) -> float | None:
+        if self.meeting is None and not self.serving:
+            return None
         times = [served.until for served in self.serving.values() if not served.done]
         if self.meeting is not None:
             waits = self.meeting.ends_at if self.meeting.answered else self.meeting.answer_by

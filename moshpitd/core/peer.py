@@ -128,8 +128,9 @@ class Peer:
 
     def deadline(self) -> float | None:
         earliest = self.state.presence.deadline()
-        doors = (self.conductor, self.calls, self.pairs, self.storage)
-        for at in [door.deadline() for door in doors]:
+        # Asked after every event, and nearly always nothing waits in the last three.
+        for door in (self.conductor, self.calls, self.pairs, self.storage):
+            at = door.deadline()
             if at is not None and (earliest is None or at < earliest):
                 earliest = at
         return earliest
@@ -260,7 +261,18 @@ class Peer:
         else:
             self.state.swarm.alive(sender, now)
         work = self.conductor.work
-        if isinstance(message, (Invite, Join)):
+        # In the order of how many there are of each: half of all are a Hello.
+        if isinstance(message, Hello):
+            if not message.answer:
+                reply = (
+                    Hello(self.state.record, answer=True)
+                    if self.state.presence.present
+                    else Goodbye(Reason.NO_TRAINER, self.state.record.sequence)
+                )
+                self.state.effects.append(Send(sender, reply))
+            elif work is None or work.attempt is None:
+                self.conductor.meeting.greeted(sender, message.record, now)
+        elif isinstance(message, (Invite, Join)):
             self.asking.asked(sender, message, now)
         elif isinstance(message, MATCHING):
             if work is not None and work.attempt is not None and message.key == work.attempt.key:
@@ -307,16 +319,6 @@ class Peer:
             )
         elif isinstance(message, DigestQuery):
             self.state.donor.query(sender, message)
-        elif isinstance(message, Hello):
-            if not message.answer:
-                reply = (
-                    Hello(self.state.record, answer=True)
-                    if self.state.presence.present
-                    else Goodbye(Reason.NO_TRAINER, self.state.record.sequence)
-                )
-                self.state.effects.append(Send(sender, reply))
-            elif work is None or work.attempt is None:
-                self.conductor.meeting.greeted(sender, message.record, now)
         elif isinstance(message, (Pair, PairAnswer)):
             self.pairs.receive(sender, message, now)
         elif isinstance(message, Goodbye):
@@ -425,11 +427,13 @@ class Peer:
     def _advance(self, now: float) -> None:
         """Let everything whose time has come end, and carry the work on until it waits for
         something."""
-        self.state.presence.tick(now)
+        state = self.state
+        state.presence.tick(now)
         self.conductor.tick(now)
         self.calls.tick(now)
         self.pairs.tick(now)
-        self.state.collect(self.state.donor.effects)
+        if state.donor.effects:
+            state.collect(state.donor.effects)
         for _ in range(
             8 + 2 * len(self.calls.queue)
         ):  # each turn ends a step of the work; steps of one call are few
@@ -441,7 +445,8 @@ class Peer:
                 continue
             if not self.conductor.step(work, now):
                 break
-        self.state.collect(self.state.presence.effects)
+        if state.presence.effects:
+            state.collect(state.presence.effects)
         if not self.storage.idle:
             self.storage.tick(now)
             self.state.effects += self.storage.take_effects()

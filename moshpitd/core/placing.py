@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import log2, prod
 
 from moshpitd.core.crowd import BAND, EVERYONE, PATIENCE, Crowd
-from moshpitd.core.grid import axis_of, cell, is_flat, meeting_key, rekey, sides_for
+from moshpitd.core.grid import axis_of, cell, is_flat, meeting_key, rank, rekey, sides_for
 from moshpitd.core.headcount import Headcount
 from moshpitd.core.messages import Group, Record, Shape
 from moshpitd.core.params import Params
@@ -279,41 +279,44 @@ class Place:
         census = sight.swarm.census(sight.schema)
         voices = census.voices()
         needed = min(2, sight.swarm.living(sight.schema))
-        ours = (self.shape.epoch, self.shape.sides)
+        ours = rank(self.shape)
         good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
-        known = [(it.epoch, it.sides) for it in voices]  # without ours: nobody is left where we are
+        # Nobody else is where we are; or only newcomers like us, who have no rounds to finish there.
+        left = self.shape not in voices or not self.met
         newer = [
             it
             for it in voices
-            if (it.epoch, it.sides) > ours
+            if rank(it) > ours
             and (it in good or self._witnessed(it))
-            and (ours not in known or census.rounds[it][0] <= self.round)
+            and (left or census.rounds[it][0] <= self.round)
         ]
         newer += self._proposed(sight.count)
         if not newer and self.lonely:  # they have changed, and we missed when
-            newer = [it for it in good if (it.epoch, it.sides) > ours]
+            newer = [it for it in good if rank(it) > ours]
         if newer:
-            newest = max(newer, key=lambda it: (it.epoch, it.sides))
+            newest = max(newer, key=rank)
             self.round = max(self.round, *census.rounds.get(newest, [0])[:1])
             self._take(newest, sight, now)
         elif self.lonely >= LONELY and not voices.get(self.shape) and good and not self.crowd.many:
             # We proposed a shape that nobody followed: the others' estimate did not leave the band.
-            best = max(good, key=lambda it: (voices[it], it.epoch, it.sides))
+            best = max(good, key=lambda it: (voices[it], rank(it)))
             self._take(best, sight, now)
 
     def _proposed(self, count: Headcount) -> list[Shape]:
         """Newer shapes that have been proposed and hold by now."""
-        voices: dict[Shape, int] = {}
+        voices: dict[Shape, list[int]] = {}
         latest: tuple[Shape, int] | None = None
-        epoch, sides = self.shape.epoch, self.shape.sides
         for shape, since in count.proposals.values():
-            if shape.epoch < epoch or (shape.epoch == epoch and shape.sides <= sides):
+            if shape.epoch >= self.shape.epoch and shape is not self.shape:
+                voices.setdefault(shape, []).append(since)
+        for shape, rounds in voices.items():
+            newest = self.shape if latest is None else latest[0]
+            if rank(shape) <= rank(newest) or not _valid(shape, self.params):
                 continue
-            voices[shape] = voices.get(shape, 0) + 1
-            if not (voices[shape] >= 2 or self._witnessed(shape)) or not _valid(shape, self.params):
-                continue
-            if latest is None or (shape.epoch, shape.sides) > (latest[0].epoch, latest[0].sides):
-                latest = (shape, since)
+            if self._witnessed(shape):
+                latest = (shape, rounds[0])
+            elif len(rounds) >= 2:
+                latest = (shape, rounds[1])
         self.pending = latest
         return [latest[0]] if latest is not None and self.round >= latest[1] else []
 

@@ -15,8 +15,8 @@ from moshpitd.core.events import Found
 from moshpitd.core.grid import is_flat
 from moshpitd.core.headcount import SHAPE_KEY, Headcount
 from moshpitd.core.messages import Hello
-from moshpitd.core.placing import TOLD, Sight
-from moshpitd.core.shards import MAX_DEPTH, SHARD_FULL, depth_for, keys_of
+from moshpitd.core.placing import SECONDED, TOLD, Sight
+from moshpitd.core.shards import MAX_DEPTH, SHARD_FULL, STEP, depth_for, keys_of, shard_of
 from moshpitd.core.state import State
 
 COUNT_EVERY_S = 5.0
@@ -26,10 +26,6 @@ milliseconds. A large run, whose number changes slowly, is counted every `found_
 OVERFULL = 4 * SHARD_FULL
 """More records than that in our shard, and the run has outgrown its shape by far: reading them
 again every second would be a burden for everybody."""
-
-STEP = 4
-"""Bits by which shards get finer meanwhile: 16 hold 4,096 peers before they are overfull too, 256
-hold 65,536."""
 
 UNREADABLE = 2
 """Look-ups in a row that fail before that: one is lost now and then."""
@@ -90,7 +86,9 @@ class Scale:
         """How many are we by now, and is a shape proposed? A run that is one group knows."""
         place, presence = self.state.place, self.state.presence
         deep = self.count.key != presence.key
-        if not place.many() and not deep and is_flat(place.shape):
+        # Whoever looks deeper than its shape says counts few where it looks, and needs another one.
+        many = place.many() or self.count.depth > 0
+        if not many and is_flat(place.shape):
             return
         seldom_s = COUNT_EVERY_S if place.peers <= 2 * EVERYONE else self.state.params.found_fresh_s
         if now < self.looked_at + min(seldom_s, presence.every_s):
@@ -98,7 +96,7 @@ class Scale:
         self.looked_at = now
         if now >= presence.answered_at + min(seldom_s, presence.every_s):
             presence.look_up(now)
-        if not place.many() and not deep:
+        if not many:
             return
         keys = [SHAPE_KEY, self.count.key] if deep else [SHAPE_KEY]
         if now >= self.spread_at + max(COUNT_EVERY_S, 2 * presence.every_s):
@@ -129,15 +127,21 @@ class Scale:
     def _ask_missing(self, event: Found, now: float) -> None:
         """Of those that belong into our shard, who is not there any more has left, or was missed
         by this answer: ask the ones that have been quiet."""
-        named = {record.peer_id: True for record in event.records}
-        asked = 0
-        for entry in self.state.swarm.live(self.state.record.schema):
-            peer_id = entry.record.peer_id
-            if peer_id in named or now - entry.heard_at <= self.state.params.refresh_s:
-                continue
-            if keys_of(peer_id, self.count.depth)[0] == event.key and asked < TOLD:
-                asked += 1
-                self.state.effects.append(Send(peer_id, Hello(self.state.record)))
+        if event.key != self.count.key:
+            return  # we look elsewhere by now
+        depth, since = self.count.depth, now - self.state.params.refresh_s
+        ours = shard_of(self.state.peer_id, depth) if depth else 0
+        quiet = [
+            entry.record.peer_id
+            for entry in self.state.swarm.live(self.state.record.schema)
+            if entry.heard_at < since
+            and (not depth or shard_of(entry.record.peer_id, depth) == ours)
+        ]
+        if quiet:
+            named = {record.peer_id: True for record in event.records}
+            missing = [peer_id for peer_id in quiet if peer_id not in named][:TOLD]
+            hello = Hello(self.state.record)
+            self.state.effects += [Send(peer_id, hello) for peer_id in missing]
 
     def _deeper(self, now: float) -> None:
         """Our shard is far too full for the shape that we know. Until a shape comes that fits, we
@@ -175,7 +179,10 @@ class Scale:
         news = held[0].epoch > 0 and (told is None or told[0] != held[0])
         # Also where few are left: those that still hold with the shape of many look here.
         many = place.many() or self.count.depth > 0
-        if place.proposal is None and news and many and place.seconds(held[0].epoch):
+        # Who counts few takes itself for one of the few: enough voices are enough.
+        voices = [shape for shape, _ in self.count.proposals.values() if shape == held[0]]
+        wanted = news and many and len(voices) < SECONDED
+        if place.proposal is None and wanted and place.seconds(held[0].epoch):
             self.count.proposals[state.peer_id] = place.proposal = held
         if place.proposal is None:
             return

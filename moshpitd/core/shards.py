@@ -28,6 +28,10 @@ hash spreads them unevenly (40 * 1.15 + 2.6 standard deviations = 64)."""
 MAX_DEPTH = 16
 """65,536 shards of 40: two million peers."""
 
+STEP = 4
+"""Bits by which shards get finer while no shape fits: 16 hold 4,096 peers before they are overfull
+too, 256 hold 65,536."""
+
 COUNTED = 3
 """Shards counted at every look: ours and the two after it; a third more peers than one alone makes
 the count 1.7 times as sure."""

@@ -89,8 +89,8 @@ class State:
             return Reason.VERSION
         return None
 
-    def behind(self) -> bool:
-        return needs_snapshot(self.swarm, self.record, self.params, fresh=False)
+    def behind(self, now: float) -> bool:
+        return needs_snapshot(self.swarm, self.record, self.params, now, fresh=False)
 
     def tell_everybody(self) -> None:
         """Our record says something else now. Whoever holds the one before would not ask us to its

@@ -102,8 +102,10 @@ class Storage:
         return effects
 
     def deadline(self) -> float | None:
-        times = (self.coordinator.deadline(), self.calls.deadline())
-        return min((t for t in times if t is not None), default=None)
+        one, other = self.coordinator.deadline(), self.calls.deadline()
+        if one is None or other is None:
+            return other if one is None else one
+        return min(one, other)
 
     def handle(self, event: StoreEvent, now: float) -> None:
         match event:

@@ -57,7 +57,7 @@ class Calls:
         self._sequences: dict[str, int] = {}
 
     def deadline(self) -> float | None:
-        return min((call.next_at for call in self.calls.values()), default=None)
+        return min(call.next_at for call in self.calls.values()) if self.calls else None
 
     def asked(self, event: StorePullAsked | StorePushAsked, now: float) -> None:
         call = Call(event.token, event.worker, heard_at=now, next_at=now)

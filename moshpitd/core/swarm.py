@@ -7,7 +7,7 @@ is believed further than two peers confirm it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from moshpitd.core.census import Census
@@ -28,6 +28,9 @@ DOUBT_S = 10.0
 OVERTAKEN_S = 2.0
 """Two messages of one peer overtake each other within so long; who lost its counter was away for
 longer."""
+
+VOICES = 3
+"""The fewest whose median is believed."""
 
 FULL_S = 1.0
 """With no room for a new peer, none is looked for again for so long: a directory answer may name a
@@ -164,9 +167,12 @@ class Swarm:
         entry = self.heard.get(peer_id)
         return peer_id in self._gone if entry is None else entry.lost is not None
 
-    def knows(self, peer_id: str) -> bool:
-        """Did we ever find out whether it lives?"""
-        return peer_id in self.heard or peer_id in self._gone
+    def known(self, peer_ids: Sequence[str]) -> tuple[int, int]:
+        """(of how many of these we ever found out whether they live, how many of those are lost)"""
+        entries = [entry for entry in map(self.heard.get, peer_ids) if entry is not None]
+        lost = sum(1 for entry in entries if entry.lost is not None)
+        gone = sum(map(self._gone.__contains__, peer_ids)) if self._gone else 0
+        return len(entries) + gone, lost + gone
 
     def expire(self, named: Iterable[str], now: float) -> list[str]:
         """Forget peers not heard of for `heard_fresh_s`, as which counts that the directory has
@@ -250,6 +256,23 @@ class Swarm:
             return False  # no median of these is lower than their lowest
         median, others = self.median_version(own, lineage, schema, since=since)
         return others >= 3 and version - median > lag
+
+    def lags(self, own: int, lineage: Lineage, schema: bytes, *, since: float) -> bool:
+        """Is the median more than `max_version_lag` ahead of us: that of all known, or that of
+        those heard `since`? Of a large swarm most are known from a round long ago, and what they
+        held then says nothing of now."""
+        highest = self.census(schema).highest_version(lineage.digest)
+        lag = self.params.max_version_lag
+        if highest is None or highest - own <= lag:
+            return False  # no median is higher than their highest
+        if self.median_version(own, lineage, schema)[0] - own > lag:
+            return True
+        lately = [
+            e.record.version
+            for e in self.live(schema)
+            if e.heard_at >= since and same_lineage(e.record.lineage, lineage)
+        ]
+        return len(lately) >= VOICES and upper_median([own, *lately]) - own > lag
 
     def winning_lineage(self, own: Lineage, own_version: int, schema: bytes) -> Lineage:
         """The one lineage that may average: confirmed by two peers before not, then the highest

@@ -86,6 +86,8 @@ class Conductor:
 
     def tick(self, now: float) -> None:
         """Let go of the results that slower members were still reading."""
+        if not self.lingering:
+            return
         for ended in list(self.lingering):
             ended.tick(now)
             if ended.over:
@@ -93,10 +95,12 @@ class Conductor:
             self.state.collect(ended.effects)
 
     def deadline(self) -> float | None:
-        times = [ended.until for ended in self.lingering]
         work = self.work
+        if work is None and not self.lingering:
+            return None
+        times = [ended.until for ended in self.lingering]
         if work is None:
-            return min(times) if times else None
+            return min(times)
         if work.window_until is not None:
             times.append(work.window_until)
         for machine in (work.catch_up, work.attempt, work.round):
@@ -137,7 +141,7 @@ class Conductor:
             work.attempt.tick(now)
             self.state.collect(work.attempt.effects)
             may_catch_up = work.attempt.group is None and work.catch_ups < CATCH_UPS
-            if may_catch_up and self.state.behind():
+            if may_catch_up and self.state.behind(now):
                 work.attempt.abandon(Reason.LINEAGE)  # if it has not ended by itself
                 self.state.collect(work.attempt.effects)
                 self._end_phase(work, "matchmaking", now)
@@ -167,7 +171,7 @@ class Conductor:
         # Of several trainers the largest: a mean has no larger norm than that.
         self.state.norm = max((call.norm for call in work.calls), default=0.0)
         work.version_before = self.state.version
-        if not self.state.caught_up or stale or self.state.behind():
+        if not self.state.caught_up or stale or self.state.behind(now):
             self.catch_up(work, now)
         else:
             self.attempt(work, now)

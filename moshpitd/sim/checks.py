@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moshpitd.core.effects import NOTES, Effect, Finish, LoadSnapshot, Note, RefreshSnapshot, Send
-from moshpitd.core.messages import Group, Parity, Record
+from moshpitd.core.messages import Group, Hello, Parity, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.errors import MoshpitError
 from moshpitd.sim.deadlines import Deadlines, Due
@@ -82,6 +82,7 @@ class Checks:
         # peer -> its last rounds, and when it said Parity in each.
         self._recent: dict[str, dict[bytes, tuple[float, Round]]] = {}
         self._loaded: dict[str, tuple[float, int]] = {}  # peer -> when it loaded which version
+        self._told: dict[int, Record] = {}  # node -> the last record of a Hello, which is bounded
 
     def fail(self, what: str, *nodes: Node, cause: Exception | None = None) -> NoReturn:
         who = ", ".join(node.peer_id for node in nodes)
@@ -140,10 +141,15 @@ class Checks:
     # -- effects -----------------------------------------------------------------------------------
 
     def effect(self, node: Node, effect: Effect, to: Node | None = None) -> None:
-        self.meetings.said(node, effect, to)
         if isinstance(effect, Note):
             self.meetings.noted(node, effect, self.fail)
+            if effect.what not in NOTES:
+                self.fail(f"noted {effect.what!r}, which is not one of NOTES", node)
+            return
+        self.meetings.said(node, effect, to)
         match effect:
+            case Send(message=Hello(record=record)) if record is self._told.get(node.index):
+                pass  # half of all; many are told the same record
             case LoadSnapshot():
                 self._loaded[node.peer_id] = (self._now(), effect.version)
                 self._shares.pop(node.peer_id, None)  # what it holds now is not what it weighed
@@ -152,13 +158,14 @@ class Checks:
                 self._loaded[node.peer_id] = (self._now(), effect.version)
             case Finish():
                 self._finished(node, effect)
-            case Note() if effect.what not in NOTES:
-                self.fail(f"noted {effect.what!r}, which is not one of NOTES", node)
             case Send(to=other, message=Parity(group_id=group_id)) if group_id in node.plane.rounds:
                 self._settled(node, node.plane.rounds[group_id])
                 self._compared(node, other, group_id)
-            case Send() if (broken := _over_bound(effect.message)) is not None:
-                self.fail(f"sends {broken}", node)
+            case Send(message=message):
+                if (broken := _over_bound(message)) is not None:
+                    self.fail(f"sends {broken}", node)
+                if isinstance(message, Hello):
+                    self._told[node.index] = message.record
             case _:
                 pass
 

@@ -67,15 +67,15 @@ class Meetings:
             self._open[node.index].disturbed = True
 
     def said(self, node: Node, effect: Effect, to: Node | None) -> None:
-        if isinstance(effect, Announce):
-            self._records[node.index] = effect.record
-        elif isinstance(effect, Send):
+        if isinstance(effect, Send):
             message = effect.message
             record = getattr(message, "record", None)
             if isinstance(record, Record) and record.peer_id == node.peer_id:
                 self._records[node.index] = record
             if isinstance(message, Declined) and to is not None:
                 self._refused[node.index, to.index] = self._now()
+        elif isinstance(effect, Announce):
+            self._records[node.index] = effect.record
 
     def noted(self, node: Node, note: Note, fail: Fail) -> None:
         if note.what == "attempt_started":

@@ -137,6 +137,15 @@ class _Slot:
     kept: list[_Stored] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Whole:
+    """All that is to be seen under one key, in order of the first store, and until when nothing of
+    it expires."""
+
+    records: dict[str, Record]
+    until: float
+
+
 class Directory:
     """key -> records with a ttl. Invariant: the later store wins, whatever the record says of
     itself, as in a DHT."""
@@ -144,6 +153,7 @@ class Directory:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._slots: dict[str, dict[str, _Slot]] = {}
+        self._whole: dict[str, _Whole] = {}  # keys under which nothing is late
         self._duration = stream(options.seed, "directory", "duration")
         self._stale = stream(options.seed, "directory", "stale")
         self._hidden = stream(options.seed, "directory", "hidden")
@@ -171,8 +181,11 @@ class Directory:
 
     def store(self, key: str, record: Record, *, ttl_s: float, now: float) -> None:
         """Of a ttl of 0: take it back."""
+        whole = self._whole.get(key)
         if ttl_s <= 0.0:
             self._slots.get(key, {}).pop(record.peer_id, None)
+            if whole is not None:
+                whole.records.pop(record.peer_id, None)
             return
         late = 0.0
         if self.stale > 0.0 and self._stale.random() < self.stale:
@@ -182,6 +195,11 @@ class Directory:
         if slot is None:
             slot = slots[record.peer_id] = _Slot()
         seen = [stored for stored in slot.kept if stored.visible_at <= now][-1:]
+        if late:
+            self._whole.pop(key, None)
+        elif whole is not None:
+            whole.records[record.peer_id] = record
+            whole.until = min(whole.until, now + ttl_s)
         # Of what stood there before only the newest matters, and only while this one is not seen.
         before = seen if late else ()
         slot.kept = [*before, _Stored(record, now, now + late, now + ttl_s)]
@@ -209,34 +227,56 @@ class Directory:
             return ()
         if len(slots) > ANSWER_RECORDS:
             return None
-        found: list[Record] = []
+        whole = self._whole.get(key) if unseen is None else None
+        if whole is None or now >= whole.until:
+            shown = self._shown(key, slots, now, unseen)
+        else:
+            shown = whole.records
+        if asker in shown:
+            shown = shown.copy()
+            del shown[asker]
+        found = tuple(shown.values())
+        if self.hidden > 0.0:
+            found = tuple(it for it in found if self._hidden.random() >= self.hidden)
+        most = self._options.directory_answer
+        if most and len(found) > most:
+            start = self._cut.randrange(len(found))
+            found = (*found[start:], *found[:start])[:most]
+        return found
+
+    def _shown(
+        self,
+        key: str,
+        slots: dict[str, _Slot],
+        now: float,
+        unseen: Callable[[str, float], bool] | None,
+    ) -> dict[str, Record]:
+        """What is there to be seen; it is kept up from now on if that is all."""
+        found: dict[str, Record] = {}
         dead: list[str] = []
+        whole, until = unseen is None, math.inf
         for peer_id, slot in slots.items():
             newest = slot.kept[-1]
             if newest.visible_at <= now < newest.expires_at and unseen is None:
-                found.append(newest.record)
+                found[peer_id] = newest.record
+                until = min(until, newest.expires_at)
                 continue
             if all(stored.expires_at <= now for stored in slot.kept):
                 dead.append(peer_id)
                 continue
+            whole = False
             shown = [
                 s.record
                 for s in slot.kept
                 if s.visible_at <= now < s.expires_at
                 and not (unseen is not None and unseen(peer_id, s.stored_at))
             ]
-            found += shown[-1:]
+            if shown:
+                found[peer_id] = shown[-1]
         for peer_id in dead:
             del slots[peer_id]
-        if asker in slots or self.hidden > 0.0:
-            found = [
-                record
-                for record in found
-                if record.peer_id != asker
-                and not (self.hidden > 0.0 and self._hidden.random() < self.hidden)
-            ]
-        most = self._options.directory_answer
-        if most and len(found) > most:
-            start = self._cut.randrange(len(found))
-            found = [*found[start:], *found[:start]][:most]
-        return tuple(found)
+        if whole:
+            self._whole[key] = _Whole(found, until)
+        else:
+            self._whole.pop(key, None)
+        return found

@@ -46,8 +46,8 @@ STALE_TAIL = 4.0
 of it earlier."""
 
 Watcher: TypeAlias = Callable[[Node, Event | Effect], None]
-_CODE = {kind: number for number, kind in enumerate((*get_args(Event), *get_args(Effect)))}
-_MESSAGE = {kind: number for number, kind in enumerate(MESSAGES)}
+_CODE = {kind: str(number) for number, kind in enumerate((*get_args(Event), *get_args(Effect)))}
+_MESSAGE = {kind: str(number) for number, kind in enumerate(MESSAGES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class World:
     def _remember(self, node: Node, event: Event, effects: list[Effect]) -> None:
         """Fold into the digest what happened: enough of each event and effect that no two different
         runs agree."""
-        line = [f"{_CODE[type(event)]}"]
+        line = [_CODE[type(event)]]
         if isinstance(event, Received):
             line.append(f"{event.sender} {_MESSAGE[type(event.message)]}")
         for effect in effects:
@@ -322,7 +322,7 @@ class World:
                 bits = digest_of(trainer.bucket).hex() if trainer else ""
                 line.append(f"{effect.token} {effect.outcome} {bits}")
             else:
-                line.append(f"{_CODE[type(effect)]}")
+                line.append(_CODE[type(effect)])
         self._digest.update(struct.pack("<dI", self.now, node.index) + "\n".join(line).encode())
 
 

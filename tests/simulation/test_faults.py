@@ -4,18 +4,21 @@ rule: a test turns on one kind in a world that is calm otherwise, and looks at w
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 
 from moshpitd.core.effects import Effect, Finish, Note, Open, Send
 from moshpitd.core.events import Drained, Event, Found, PartRefused, Received, Ticked, Undelivered
-from moshpitd.core.messages import Record
+from moshpitd.core.messages import Lineage, Record
 from moshpitd.core.outcome import Status
 from moshpitd.sim import faults
 from moshpitd.sim.faults import Options, draw
 from moshpitd.sim.liars import Habits
+from moshpitd.sim.network import Directory
 from moshpitd.sim.nodes import Node
 from moshpitd.sim.plan import partitions, plan
 from moshpitd.sim.world import World
@@ -287,6 +290,29 @@ def test_an_answer_of_the_directory_has_an_end() -> None:
     )
     world.run_until(lambda: len(answers) > 60, bound_s=60.0)
     assert max(answers) == 8
+
+
+@pytest.mark.parametrize("stale", [0.0, 0.3])
+def test_an_answer_that_is_remembered_is_the_one_that_looking_again_gives(stale: float) -> None:
+    """Stores, withdrawals, late ones and expiries at random, asked for in between by everybody."""
+    rng, now = Random(3), 0.0
+    directory = Directory(Options(stale=stale, stale_s=2.0))
+    told: list[tuple[Record, ...]] = []
+    for number in range(700):
+        now += rng.expovariate(2.0)
+        key, name = rng.choice("ab"), rng.choice("xyz")
+        if rng.random() < 0.3:
+            ttl_s = rng.choice((0.0, 3.0, 30.0))
+            mine = Record(name, number, b"", 0, Lineage())
+            directory.store(key, mine, ttl_s=ttl_s, now=now)
+        else:
+            answer = directory.find(key, asker=name, now=now)
+            forgetful = deepcopy(directory)
+            forgetful._whole.clear()
+            assert answer == forgetful.find(key, asker=name, now=now)
+            assert answer is not None
+            told.append(answer)
+    assert len(set(told)) > 50
 
 
 # -- liars -----------------------------------------------------------------------------------------

@@ -15,13 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moshpitd.core.catchup import needs_snapshot
 from moshpitd.core.census import Census, median_with
 from moshpitd.core.crowd import PATIENCE
+from moshpitd.core.effects import Announce, LookUp
+from moshpitd.core.events import Announced, Attached, Event, Found, Ticked
 from moshpitd.core.grid import PEERS_KEY, is_flat, sides_for
-from moshpitd.core.headcount import SHAPE_KEY, STALE_ROUNDS, Headcount
+from moshpitd.core.headcount import KEPT, SHAPE_KEY, STALE_ROUNDS, Headcount
 from moshpitd.core.messages import Lineage, Record, Shape
 from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
+from moshpitd.core.peer import Peer
 from moshpitd.core.placing import EPOCHS_AHEAD, Place, Sight
 from moshpitd.core.shards import (
     SHARD_FULL,
@@ -141,7 +145,7 @@ def test_a_dead_peers_record_is_no_news_when_it_has_been_forgotten() -> None:
     swarm.hear(record("b"), 40.0, direct=True)
     assert "dead" not in swarm.heard
     assert swarm.is_lost("dead")
-    assert swarm.knows("dead")
+    assert swarm.known(["dead", "stranger"]) == (1, 1)
     assert not swarm.is_news(record("dead", sequence=5))
     assert not swarm.hear(record("dead", sequence=5), 41.0, direct=False)
     assert swarm.hear(record("dead", sequence=6), 60.0, direct=False)
@@ -263,7 +267,7 @@ def test_a_survey_is_over_when_all_its_shards_have_been_counted() -> None:
     everybody = run_of(peers, round=20, shape=Shape(1, (peers,)))
     count, swarm, mine = counting(everybody, peers)
     keys = count.begin_survey()
-    assert len(keys) == 16
+    assert len(keys) == 3 * 16
     assert count.begin_survey() == ()  # one at a time
     for key in keys:
         assert count.surveyed(swarm) is None
@@ -273,6 +277,42 @@ def test_a_survey_is_over_when_all_its_shards_have_been_counted() -> None:
     assert estimate is not None
     assert abs(estimate - peers) < 0.12 * peers
     assert count.surveyed(swarm) is None
+
+
+def test_a_survey_counts_those_too_that_are_a_step_deeper_or_not_yet_as_deep() -> None:
+    """In a run that grows fast each depth of the directory holds a part. Who found its shard
+    overfull went a step deeper; a survey of that depth alone counted 2,000 of 8,000."""
+    everybody = run_of(6_000, round=0)
+    at = {r.peer_id: (4, 8, 8)[i % 3] for i, r in enumerate(everybody)}
+    mine, swarm = record("me"), Swarm(Params(), "me")
+    for depth in (4, 8):
+        count = Headcount(Params(), "me")
+        count.move(depth)
+        for key in count.begin_survey():
+            found = tuple(r for r in everybody if keys_of(r.peer_id, at[r.peer_id])[0] == key)
+            count.found(key, found, swarm, mine)
+        estimate = count.surveyed(swarm)
+        assert estimate is not None
+        assert abs(estimate - 6_000) < 0.12 * 6_000
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_newest_proposals_are_kept_wherever_they_stand_in_a_long_answer(first: bool) -> None:
+    count, swarm = Headcount(Params(), "me"), Swarm(Params(), "me")
+    old = [record(f"old{i}", shape=Shape(1, (7, 7, 7))) for i in range(200)]
+    new = [record(f"new{i}", shape=Shape(2, (12, 12, 11))) for i in range(2)]
+    count.found(SHAPE_KEY, tuple(new + old if first else old + new), swarm, record("me"))
+    assert len(count.proposals) == KEPT
+    assert {"new0", "new1"} <= count.proposals.keys()
+
+
+def test_more_than_one_answer_names_is_counted_and_not_taken_for_what_is_remembered() -> None:
+    count, swarm = Headcount(Params(), "me"), Swarm(Params(), "me")
+    everybody = tuple(run_of(200))
+    for one in everybody[:SHARD_FULL]:
+        swarm.hear(one, 0.0, direct=False)
+    count.found(PEERS_KEY, everybody, swarm, record("me"))
+    assert count.peers(swarm, SCHEMA) == 201
 
 
 # -- shapes
@@ -322,6 +362,21 @@ def test_what_one_peer_proposes_is_not_believed_against_our_count() -> None:
     assert place.shape == Shape(2, (5, 5))  # two voices are
 
 
+@pytest.mark.parametrize("met", [False, True])
+def test_a_newcomer_goes_to_where_all_are_though_other_newcomers_stand_with_it(met: bool) -> None:
+    """Twenty of 2,000 that joined between two rounds stood on a grid of their own until the next:
+    they knew of each other there, and all others were in later rounds."""
+    place, sight = place_of(60, round_number=0)  # what lies under the first key, as they count
+    place.met = met
+    grid = Shape(4, (13, 13, 12))
+    for name in names(4):
+        at = record(name, sequence=2, shape=grid, coordinates=(0, 0, 0), round=3)
+        sight.swarm.hear(at, 100.0, direct=True)
+    place.prepare(sight, 100.0)
+    assert place.shape == (grid if not met else Shape(1, sides_for(60, 16)))
+    assert place.round == (3 if not met else 0)
+
+
 def test_one_voice_cannot_use_up_the_epochs() -> None:
     place, sight = place_of(1_000)
     propose(sight, Shape(2 + EPOCHS_AHEAD, (11, 10, 10)), 0, "liar")
@@ -342,12 +397,29 @@ def test_a_proposal_holds_from_its_round_on() -> None:
     assert place.shape.epoch == 2
 
 
-def test_of_two_proposals_of_one_epoch_the_larger_one_is_taken_by_all() -> None:
-    place, sight = place_of(1_000)
-    propose(sight, Shape(2, (10, 10, 9)), 0, "peer7")
-    propose(sight, Shape(2, (11, 10, 10)), 0, "peer8")
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        ((10, 10, 9), (11, 10, 10)),
+        ((14, 14), (9, 9, 9)),  # a longer side is not a larger grid
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_proposals_of_one_epoch_the_larger_one_is_taken_by_all(
+    smaller: tuple[int, ...], larger: tuple[int, ...], first: int
+) -> None:
+    place, sight = place_of(prod(larger))
+    for sides in (smaller, larger) if first == 0 else (larger, smaller):
+        propose(sight, Shape(2, sides), 0, f"a{sides}", f"b{sides}")
+        place.prepare(sight, 100.0)
+    assert place.shape == Shape(2, larger)
+    # As well where records say so, and nobody proposes any more.
+    place, sight = place_of(prod(larger))
+    for i, sides in enumerate((smaller, smaller, larger, larger)):
+        at = record(f"there{i}", shape=Shape(2, sides), coordinates=(0,) * len(sides))
+        sight.swarm.hear(at, 100.0, direct=True)
     place.prepare(sight, 100.0)
-    assert place.shape == Shape(2, (11, 10, 10))
+    assert place.shape == Shape(2, larger)
 
 
 @pytest.mark.parametrize("change", [1.2, 3.0])
@@ -463,3 +535,75 @@ def test_a_flat_run_counts_exactly_and_looks_at_no_proposals() -> None:
     place.prepare(Sight(swarm, SCHEMA, count, random.Random(0)), 1.0)
     assert is_flat(place.shape)
     assert count.key == PEERS_KEY != SHAPE_KEY
+
+
+# -- who has lost sight of the others
+
+
+def test_who_looks_deeper_than_its_shape_says_still_asks_for_proposals() -> None:
+    """A run that outgrows its shape by far: its shard is overfull, so the peer looks deeper, in a
+    shard where next to nobody is. It counts few there, and must hear of the shape that fits all
+    the same: on the old one it would be alone for ever."""
+    peer = Peer(Params(), "me", random.Random(1), run="r")
+    old, new = Shape(1, (8, 8)), Shape(2, (9, 9, 8))
+    crowd = tuple(
+        record(name, shape=old, coordinates=(i % 8, i // 8 % 8))
+        for i, name in enumerate(names(300))
+    )
+    proposed = tuple(
+        record(f"proposes{i}", shape=new, coordinates=(0, 0, 0), schema=SCHEMA) for i in range(2)
+    )
+    peer.handle(Attached("t", SCHEMA, "", (8,), b"d", founder="f", founder_digest=b"d"), 0.0)
+    now, told = 0.0, []
+    while now < 10.0:
+        now += 0.1
+        events: list[Event] = []
+        for effect in peer.take_effects():
+            if isinstance(effect, Announce):
+                events.append(Announced(effect.key, ok=True))
+            elif isinstance(effect, LookUp) and effect.key == PEERS_KEY:
+                events.append(Found(effect.key, crowd))
+            elif isinstance(effect, LookUp):
+                there = proposed if effect.key == SHAPE_KEY and now > 2.0 else ()
+                events.append(Found(effect.key, there))
+        told.append(peer.state.place.shape)
+        for event in [*events, Ticked()]:
+            peer.handle(event, now)
+    assert old in told
+    assert peer.state.place.shape == new
+
+
+@pytest.mark.parametrize(
+    ("lately", "versions_ahead", "behind"),
+    [
+        (3, 9, True),
+        (3, 8, False),  # within what a grid may differ by
+        (2, 50, False),  # two are too few to tell
+    ],
+)
+def test_most_are_known_from_a_round_long_ago_and_say_nothing_of_now(
+    lately: int, versions_ahead: int, behind: bool
+) -> None:
+    """Of a run of hundreds a peer remembers everybody it ever met, and hears its shard and its line
+    again: at version 12 among peers at 136 it was refused by each that it asked, for five minutes,
+    and took no snapshot, because the median of what it remembered was its own version."""
+    swarm, me = Swarm(Params(), "me"), record("me", version=12)
+    for name in names(100):
+        swarm.hear(record(name, version=12), 0.0, direct=True)
+    assert not needs_snapshot(swarm, me, Params(), 1.0, fresh=False)
+    for name in names(lately):
+        swarm.hear(record(name, version=12 + versions_ahead, sequence=2), 100.0, direct=False)
+    assert needs_snapshot(swarm, me, Params(), 100.0, fresh=False) is behind
+
+
+@pytest.mark.parametrize(("voices", "speaks"), [(15, True), (16, False)])
+def test_what_enough_have_seconded_nobody_seconds_any_more(voices: int, speaks: bool) -> None:
+    """Who counts few peers takes itself for one of the few that speak: of 2,500 that started within
+    two seconds 470 did, and of 10,000 too many for one answer of the directory."""
+    peer = Peer(Params(), "me", random.Random(1), run="r")
+    shape, scale = Shape(1, (9, 9, 8)), peer.conductor.meeting.scale
+    peer.state.place.shape, peer.state.place.crowd.peers = shape, 16
+    scale.count.proposals = dict.fromkeys(names(voices), (shape, 0))
+    scale._speak()
+    said = [it.key for it in peer.take_effects() if isinstance(it, Announce)]
+    assert said == ([SHAPE_KEY] if speaks else [])
