@@ -183,20 +183,23 @@ V3 static uint32_t half_look(const float *values, const float *added, float *roo
     return largest;
 }
 
+/* The power of two that brings `absmax` into [2^14, 2^15), as a divisor. */
+static float half_scale(float absmax)
+{
+    int exponent;
+    if (absmax == 0.0f)
+        return 1.0f;
+    frexpf(absmax, &exponent);
+    exponent -= 15;
+    return ldexpf(1.0f, exponent > -126 ? exponent : -126);
+}
+
 V3 static float half_block(const float *c, float *left, float *decoded, uint16_t *codes,
                            ptrdiff_t count, float low, float high)
 {
     float absmax = -low > high ? -low : high;
     int constant = low == high && absmax > 0.0f;
-    float scale = 1.0f;
-    if (constant) {
-        scale = low;
-    } else if (absmax > 0.0f) {
-        int exponent;
-        frexpf(absmax, &exponent);
-        exponent -= 15;
-        scale = ldexpf(1.0f, exponent > -126 ? exponent : -126);
-    }
+    float scale = constant ? low : half_scale(absmax);
     int plain = scale == 1.0f && absmax < FLT_MAX / 2;
     int clamps = absmax >= FLT_MAX / 2;
     int streams = ((uintptr_t)left % STREAM_ALIGN) == 0;
@@ -230,6 +233,51 @@ V3 static float half_block(const float *c, float *left, float *decoded, uint16_t
     return scale;
 }
 
+/* A whole block in one visit, if `scale` turns out to be its scale: 1, and all is written. 0: what
+   was written is worth nothing, and the block has to be looked at first. */
+V3 static int half_guessed(const float *values, const float *added, float *left, float *decoded,
+                           uint16_t *codes, ptrdiff_t count, float scale)
+{
+    int streams = ((uintptr_t)left % STREAM_ALIGN) == 0;
+    int unscaled = scale == 1.0f;
+    __m256 inverse = _mm256_set1_ps((float)(1.0 / (double)scale));
+    __m256 factor = _mm256_set1_ps(scale), minus = _mm256_set1_ps(-scale);
+    __m256 first = _mm256_set1_ps(added ? values[0] + added[0] : values[0]);
+    __m256 differs = _mm256_setzero_ps();
+    __m256i bits = _mm256_setzero_si256();
+    if (count % 8)
+        return 0;
+    for (ptrdiff_t i = 0; i < count; i += 8) {
+        __m256 piece = _mm256_loadu_ps(values + i);
+        if (added)
+            piece = _mm256_add_ps(piece, _mm256_loadu_ps(added + i));
+        bits = _mm256_max_epu32(bits, magnitude(piece));
+        differs = _mm256_or_ps(differs, _mm256_cmp_ps(piece, first, _CMP_NEQ_UQ));
+        __m256 scaled = unscaled ? piece : _mm256_mul_ps(piece, inverse);
+        __m128i code = _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128((__m128i *)(codes + i), code);
+        if (!left)
+            continue;
+        __m256 rest = _mm256_cvtph_ps(code);
+        if (decoded) {
+            __m256 told = unscaled ? rest : _mm256_mul_ps(rest, factor);
+            _mm256_storeu_ps(decoded + i, told);
+            put(left + i, _mm256_sub_ps(piece, told), 8, streams);
+        } else {
+            put(left + i, _mm256_fmadd_ps(rest, minus, piece), 8, streams);
+        }
+    }
+    float absmax = float_of(largest_of(bits));
+    /* Not of NaN and infinity, nor of what has to be clamped; and a block of one value has a scale
+       of its own. */
+    return absmax < FLT_MAX / 2 && half_scale(absmax) == scale && _mm256_movemask_ps(differs) != 0;
+}
+
+/* Of the block that this thread encoded last, and whether the one before it had the same: then the
+   next most often has it too, and is done in one visit. What comes out does not depend on it. */
+static _Thread_local float last_scale = 0.0f;
+static _Thread_local int alike = 0;
+
 /* 0, or 1 where a value is not finite. */
 V3 static int half_encode(const float *values, const float *added, float *left, float *decoded,
                           uint8_t *payload, float *room, ptrdiff_t numel)
@@ -239,13 +287,18 @@ V3 static int half_encode(const float *values, const float *added, float *left, 
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t start = block * HALF_BLOCK;
         ptrdiff_t count = numel - start < HALF_BLOCK ? numel - start : HALF_BLOCK;
-        float low, high;
-        uint32_t largest = half_look(values + start, added ? added + start : NULL, room, count,
-                                     &low, &high);
-        if (largest > LARGEST_BITS)
-            return 1;
-        float scale = half_block(added ? room : values + start, left ? left + start : NULL,
-                                 decoded ? decoded + start : NULL, codes + start, count, low, high);
+        const float *more = added ? added + start : NULL;
+        float *rest = left ? left + start : NULL, *told = decoded ? decoded + start : NULL;
+        float low, high, scale = last_scale;
+        if (!alike || !half_guessed(values + start, more, rest, told, codes + start, count, scale)) {
+            uint32_t largest = half_look(values + start, more, room, count, &low, &high);
+            if (largest > LARGEST_BITS)
+                return 1;
+            alike = half_scale(float_of(largest)) == last_scale;
+            last_scale = half_scale(float_of(largest));
+            scale = half_block(added ? room : values + start, rest, told, codes + start, count,
+                               low, high);
+        }
         memcpy(payload + block * 4, &scale, sizeof scale);
     }
     _mm_sfence();

@@ -110,6 +110,41 @@ def test_compiled_and_torch_write_the_same_bits(
             assert math.isclose(norm[1], squared, rel_tol=1e-4, abs_tol=1e-30), what
 
 
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_block_that_is_not_like_those_before_it(
+    fed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two blocks with one scale the third is encoded before it is looked at."""
+    codec, block = codec_for("float16", "float32"), 131_072
+    generator = torch.Generator().manual_seed(9)
+    usual = [torch.randn(block, generator=generator).clamp(-4.5, 4.5) for _ in range(3)]
+    for one in usual:
+        one[7] = 4.5
+    for what, odd in {
+        "alike": usual[0],
+        "larger": usual[0] * 1e6,
+        "smaller": usual[0] * 1e-6,
+        "zeros": torch.zeros(block),
+        "constant": torch.full((block,), 4.5),
+        "largest": torch.where(usual[0] == 4.5, LARGEST, usual[0]),
+        "nan": torch.where(usual[0] == 4.5, math.nan, usual[0]),
+        "inf": torch.where(usual[0] == 4.5, -math.inf, usual[0]),
+        "denormal": usual[0] * 1e-41,
+        "short": usual[0][: block - 3],
+        "with a tail": torch.cat([usual[0], usual[1][:13]]),
+    }.items():
+        values = torch.cat([*usual, odd, usual[1]])
+        added = torch.randn(values.numel(), generator=generator) * 1e-5 if fed else None
+        fast = [Made(codec, values, added, told=fed) for _ in range(2)]
+        with monkeypatch.context() as without:
+            without.setattr(kernels, "native", None)
+            slow = Made(codec, values, added, told=fed)
+        assert {one.finite for one in fast} == {slow.finite}, what
+        for one in fast if slow.finite else ():
+            for quick, plain in zip(one.bits(), slow.bits(), strict=True):
+                assert torch.equal(quick, plain), what
+
+
 @pytest.mark.parametrize("name", ["float16", "int8"])
 def test_without_feedback_the_payload_is_the_same_too(
     name: str, monkeypatch: pytest.MonkeyPatch
