@@ -139,6 +139,33 @@ static inline float float_of(uint32_t bits)
     return value;
 }
 
+/* ---- what is said of values before they are used --------------------------------------------- */
+
+/* The squared norm, not finite if a value is not (or if squares are too large for float32, which the
+   caller then looks into). Added up in float32 over 64 KiB, in double over all. */
+V3 static double squared_norm(const float *values, ptrdiff_t numel)
+{
+    double squared = 0.0;
+    for (ptrdiff_t start = 0; start < numel; start += 16384) {
+        ptrdiff_t stop = numel - start < 16384 ? numel : start + 16384, i = start;
+        __m256 a = _mm256_setzero_ps(), b = a, c = a, d = a;
+        for (; i + 32 <= stop; i += 32) {
+            __m256 one = _mm256_loadu_ps(values + i), two = _mm256_loadu_ps(values + i + 8);
+            __m256 three = _mm256_loadu_ps(values + i + 16), four = _mm256_loadu_ps(values + i + 24);
+            a = _mm256_fmadd_ps(one, one, a);
+            b = _mm256_fmadd_ps(two, two, b);
+            c = _mm256_fmadd_ps(three, three, c);
+            d = _mm256_fmadd_ps(four, four, d);
+        }
+        for (; i < stop; i += 8) {
+            __m256 one = load(values + i, stop - i);
+            a = _mm256_fmadd_ps(one, one, a);
+        }
+        squared += sum_of(a) + sum_of(b) + sum_of(c) + sum_of(d);
+    }
+    return squared;
+}
+
 /* ---- float16 with a power of two per block (HalfCodec) ----------------------------------- */
 
 /* c = values + added into `room`, its extremes, and the bits of its largest magnitude. */
@@ -516,6 +543,20 @@ static ptrdiff_t records(ssl_read_t read, ssl_get_error_t get_error, void *ssl, 
 
 #define AT(type, number) ((type *)(uintptr_t)(number))
 
+static PyObject *py_squared_norm(PyObject *module, PyObject *args)
+{
+    unsigned long long values;
+    Py_ssize_t numel;
+    double squared;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Kn", &values, &numel))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    squared = squared_norm(AT(const float, values), numel);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(squared);
+}
+
 static PyObject *py_half_encode(PyObject *module, PyObject *args)
 {
     unsigned long long values, added, left, decoded, payload, room;
@@ -606,6 +647,7 @@ static PyObject *py_tls_read(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef METHODS[] = {
+    {"squared_norm", py_squared_norm, METH_VARARGS, "squared_norm(values, numel)"},
     {"half_encode", py_half_encode, METH_VARARGS,
      "half_encode(values, added, left, decoded, payload, room, numel) -> all finite"},
     {"half_decode", py_half_decode, METH_VARARGS,

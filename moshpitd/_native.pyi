@@ -1,6 +1,7 @@
 """Addresses (0: none) of float32 values and of payload bytes that the caller holds on to. The
 interpreter is let go for the whole call."""
 
+def squared_norm(values: int, numel: int, /) -> float: ...
 def half_encode(
     values: int, added: int, left: int, decoded: int, payload: int, room: int, numel: int, /
 ) -> bool: ...

@@ -19,7 +19,7 @@ from moshpitd.errors import LocalProtocolError, RemoteProtocolError, TrainerErro
 from moshpitd.net.checksum import crc32
 from moshpitd.tensors import kernels
 from moshpitd.tensors.codecs import Codec, codec_for
-from moshpitd.tensors.reduction import examine
+from moshpitd.tensors.reduction import examine, first_nonfinite
 
 pytestmark = pytest.mark.skipif(
     kernels.native is None, reason="moshpitd._native is not built (no compiler, or no AVX2)"
@@ -175,6 +175,21 @@ def test_a_lying_payload_is_found(name: str) -> None:
         codec.decode_examined(payload, out)
     with pytest.raises(RemoteProtocolError, match="not finite"):
         codec.decode(payload, out)
+
+
+def test_what_is_said_of_values_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for numel in (*LENGTHS, 16_383, 16_385):
+        for what, values, _ in pairs(numel):
+            bad, squared = examine(values)
+            first = first_nonfinite(values)
+            with monkeypatch.context() as without:
+                without.setattr(kernels, "native", None)
+                assert (bad, first) == (examine(values)[0], first_nonfinite(values)), what
+            if bad is None:
+                exact = float((values.double() ** 2).sum().item())
+                assert math.isclose(squared, exact, rel_tol=1e-5, abs_tol=1e-37), what
+            else:
+                assert math.isnan(squared), what
 
 
 def test_memory_that_does_not_fit_is_refused_before_it_is_written_to() -> None:
