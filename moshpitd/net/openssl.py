@@ -21,30 +21,35 @@ from cryptography.x509 import load_pem_x509_certificate
 _Any = Any  # neither package types what is below its surface
 T = TypeVar("T")
 
+SSL: _Any = None
+_lib: _Any = None
+_ffi: _Any = None
+_version = 0
 try:
-    from OpenSSL import SSL
+    from OpenSSL import SSL as _pyopenssl
 
-    _lib: _Any = SSL._lib
-    _ffi: _Any = SSL._ffi
+    _lib, _ffi = getattr(_pyopenssl, "_lib"), getattr(_pyopenssl, "_ffi")  # noqa: B009
     _NEEDED = (_lib.SSL_read, _lib.SSL_write, _lib.BIO_read, _lib.BIO_write, _ffi.from_buffer)
     _CLEARS = (_lib.SSL_CTX_clear_mode, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE)
-    _version = int(SSL.OPENSSL_VERSION_NUMBER)
+    SSL, _version = _pyopenssl, int(_pyopenssl.OPENSSL_VERSION_NUMBER)
 except (ImportError, AttributeError):
-    SSL = None
-    _version = 0
+    pass
 
+COMPILED = False
+"""Whether records are read in the compiled loop."""
 try:
     from cryptography.hazmat.bindings._rust import _openssl
 
     from moshpitd import _native
 
-    # Where the compiled loop over records finds the functions of this very library.
+    # Where the loop finds the functions of this very library.
     _SSL_READ, _SSL_GET_ERROR = (
-        int(_ffi.cast("uintptr_t", _ffi.addressof(_openssl.lib, name)))
+        int(_ffi.cast("uintptr_t", _ffi.addressof(getattr(_openssl, "lib"), name)))  # noqa: B009
         for name in ("SSL_read", "SSL_get_error")
     )
-except (ImportError, AttributeError, NameError):
-    _native = None  # type: ignore[assignment]
+    COMPILED = True
+except (ImportError, AttributeError):
+    pass
 
 # The first with AES-GCM on VAES and AVX512.
 _FAST = 0x30100000
@@ -60,10 +65,11 @@ class Context:
     certificate and takes any, because what it proves is looked at by whoever shook hands."""
 
     def __init__(self, certificate_pem: str, key_pem: str) -> None:
+        key: _Any = load_pem_private_key(key_pem.encode(), None)
         context = SSL.Context(SSL.TLS_METHOD)
         context.set_min_proto_version(SSL.TLS1_3_VERSION)
         context.use_certificate(load_pem_x509_certificate(certificate_pem.encode()))
-        context.use_privatekey(load_pem_private_key(key_pem.encode(), None))
+        context.use_privatekey(key)
         context.set_verify(SSL.VERIFY_PEER, lambda *_: True)
         # Links live long: no session is ever resumed.
         context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
@@ -169,7 +175,7 @@ class Conversation:
 
 def _read_records(connection: _Any, room: _Any, wanted: int) -> tuple[int, int]:
     """(bytes, why not more as SSL_get_error says, or 0)."""
-    if _native is not None:
+    if COMPILED:
         here, there = _address(room), _address(connection)
         return _native.tls_read(_SSL_READ, _SSL_GET_ERROR, there, here, wanted)
     got = 0

@@ -3,7 +3,7 @@ the bits of the torch code beside them, so nobody but a clock can tell which of 
 
 A part is one call, during which the interpreter is free for others; the same part in torch is some
 twenty calls, after each of which a thread waits for its turn. Not built (no compiler, another
-processor), `native` is None and the torch code runs.
+processor), `BUILT` is False and the torch code runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from moshpitd.errors import LocalProtocolError
 
 try:
     from moshpitd import _native as native
+
+    BUILT = True
 except ImportError:
     native = None  # type: ignore[assignment]
+    BUILT = False
 
-__all__ = ["address", "native", "takes"]
+__all__ = ["BUILT", "address", "native", "takes"]
 
 
 def takes(*tensors: Tensor | None) -> bool:
     """Whether the compiled code can work on these: built, and all in the host's memory."""
-    return native is not None and all(one is None or one.device.type == "cpu" for one in tensors)
+    return BUILT and all(one is None or one.device.type == "cpu" for one in tensors)
 
 
 def address(values: Tensor | None, numel: int, dtype: torch.dtype = torch.float32) -> int:

@@ -22,7 +22,7 @@ from moshpitd.tensors.codecs import Codec, codec_for
 from moshpitd.tensors.reduction import examine, first_nonfinite
 
 pytestmark = pytest.mark.skipif(
-    kernels.native is None, reason="moshpitd._native is not built (no compiler, or no AVX2)"
+    not kernels.BUILT, reason="moshpitd._native is not built (no compiler, or no AVX2)"
 )
 
 LARGEST = torch.finfo(torch.float32).max
@@ -95,7 +95,7 @@ def test_compiled_and_torch_write_the_same_bits(
             out = torch.empty(numel)
             norm = codec.decode_examined(fast.payload, out) if fast.finite else (None, 0.0)
             with monkeypatch.context() as without:
-                without.setattr(kernels, "native", None)
+                without.setattr(kernels, "BUILT", False)
                 slow = Made(codec, values, added, told=told)
                 assert fast.finite == slow.finite, what
                 if not slow.finite:
@@ -137,7 +137,7 @@ def test_a_block_that_is_not_like_those_before_it(
         added = torch.randn(values.numel(), generator=generator) * 1e-5 if fed else None
         fast = [Made(codec, values, added, told=fed) for _ in range(2)]
         with monkeypatch.context() as without:
-            without.setattr(kernels, "native", None)
+            without.setattr(kernels, "BUILT", False)
             slow = Made(codec, values, added, told=fed)
         assert {one.finite for one in fast} == {slow.finite}, what
         for one in fast if slow.finite else ():
@@ -156,7 +156,7 @@ def test_without_feedback_the_payload_is_the_same_too(
         out = torch.zeros(codec.payload_bytes(values.numel(), "float32"), dtype=torch.uint8)
         codec.encode(values, out)
         payloads.append(out)
-        monkeypatch.setattr(kernels, "native", None)
+        monkeypatch.setattr(kernels, "BUILT", False)
     assert torch.equal(*payloads)
 
 
@@ -183,7 +183,7 @@ def test_what_is_said_of_values_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
             bad, squared = examine(values)
             first = first_nonfinite(values)
             with monkeypatch.context() as without:
-                without.setattr(kernels, "native", None)
+                without.setattr(kernels, "BUILT", False)
                 assert (bad, first) == (examine(values)[0], first_nonfinite(values)), what
             if bad is None:
                 exact = float((values.double() ** 2).sum().item())

@@ -106,7 +106,7 @@ def test_bytes_go_both_ways_at_once_and_both_ends_are_proven(
 def test_records_are_read_one_by_one_where_nothing_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openssl, "_native", None)
+    monkeypatch.setattr(openssl, "COMPILED", False)
     with linked(tmp_path, True, True) as (dialler, listener):
         both_ways(dialler.stream, listener.stream)
 
