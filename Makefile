@@ -9,7 +9,7 @@ PYTHON  ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
                && { echo "$$python"; break; }; done)
 # Keyed on content, not on time: a checkout gives every file a new time, and a changed pin must
 # reinstall even where the clock says otherwise.
-STAMP   := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -c '0-9\n' '-')
+STAMP   := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt moshpitd/_native.c | cksum | tr -c '0-9\n' '-')
 PYTEST  := $(PY) -m pytest
 
 # Folders that have tests: pytest refuses a missing path, and finding no test is a failure to it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from moshpitd.cli.daemon_calls import Json
 from moshpitd.cli.output import console, print_json, table
@@ -22,6 +23,7 @@ def show_version(json: Json = False) -> None:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
+    found["compiled passes"] = "built" if find_spec("moshpitd._native") else "not built"
     if json:
         print_json(found)
         return

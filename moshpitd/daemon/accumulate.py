@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 
 from moshpitd.core.effects import Await, Bar, HandOver, Open, OpenAudit, Push, PushAudit
@@ -31,6 +30,7 @@ from moshpitd.daemon.ledger import AHEAD
 from moshpitd.daemon.pacing import Frame
 from moshpitd.daemon.sending import LABEL, Sender
 from moshpitd.daemon.shared import Shared, members_in
+from moshpitd.net.checksum import crc32
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec
 from moshpitd.tensors.deviation import Owed
@@ -275,7 +275,7 @@ class Round:
         """Where the group's codec loses nothing, values and payload are the same bytes."""
         if crc >> 32:
             return Reason.REFUSED, f"label {crc:#x} is no crc32"
-        if self._shared.codecs[part.dtype] is RAW and zlib.crc32(payload) != crc:
+        if self._shared.codecs[part.dtype] is RAW and crc32(payload) != crc:
             return Reason.REFUSED, f"the values are not those of crc32 {crc:#010x}"
         return None
 
@@ -296,12 +296,12 @@ class Round:
         try:
             if codec is RAW and part.dtype != "bool":
                 values = typed(raw, part.dtype)  # raw bytes are values already; bools are checked
+                bad, squared = examine(values)
             else:
                 values = shared.scratch.take("decoded", numel=part.numel, dtype=part.dtype)
-                shared.decode(part, raw, values)
+                bad, squared = shared.decode(part, raw, values)
         except Exception as error:  # whatever a payload does to a codec, it is the sender's
             return raw, (Reason.CODEC, f"{codec.name}: {error}"), math.nan
-        bad, squared = examine(values)
         if bad is not None:
             bad_name = shared.layout.tensor_at(part, bad)
             return raw, (Reason.NOT_FINITE, f"tensor {bad_name!r}"), math.nan

@@ -7,7 +7,6 @@ with it. A part whose accumulator fails is without a result and says so.
 from __future__ import annotations
 
 import logging
-import zlib
 from typing import NamedTuple
 
 from moshpitd.core.events import Averaged, Event, PartArrived, PartFailed
@@ -15,6 +14,7 @@ from moshpitd.core.messages import Held
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.shared import Shared, encode_failure, members_in
+from moshpitd.net.checksum import crc32
 from moshpitd.tensors.codecs import RAW
 from moshpitd.tensors.layout import Part
 from moshpitd.tensors.mapped import Rooms, Tensor, bytes_of, untyped
@@ -151,7 +151,7 @@ class Reducer:
             return self._no_result(
                 part, epoch, Reason.NOT_FINITE, f"the average of tensor {name!r}"
             )
-        crc = shared.made[part.index] = zlib.crc32(bytes_of(payload))
+        crc = shared.made[part.index] = crc32(bytes_of(payload))
         shared.put_in_place(part, values, Held(part.index, epoch, opened.inside, crc))
         self._auditor.placed(part, values)
         self._results[part.index] = Result(payload, opened.inside, epoch, crc)

@@ -208,10 +208,10 @@ class Exchange:
         bucket = run.buckets.get(trainer)
         if bucket is None:
             return None, 0.0
-        for part in run.layout.parts:
-            element, more = examine(run.layout.part_view(bucket.data, part))
+        for region in run.layout.regions:
+            element, more = examine(run.layout.region_view(bucket.data, region))
             if element is not None:
-                return run.layout.tensor_at(part, element), 0.0
+                return run.layout.tensor_in(region, element), 0.0
             squared += more
         return None, min(math.sqrt(squared), MAX_NORM)
 

@@ -145,11 +145,13 @@ class Shared:
             self.choices.encoded(codec.name, part.nbytes, seconds)
         return size
 
-    def decode(self, part: Part, payload: Tensor, out: Tensor) -> None:
+    def decode(self, part: Part, payload: Tensor, out: Tensor) -> tuple[int | None, float]:
+        """(the first value that is not finite or None, squared norm)."""
         codec = self.codecs[part.dtype]
         began = time.perf_counter()
-        codec.decode(payload, out)
+        examined = codec.decode_examined(payload, out)
         self._timed(codec.name, "decode", time.perf_counter() - began)
+        return examined
 
     def put_in_place(self, part: Part, values: Tensor, held: Held) -> None:
         """Lock held; `ledger.may_place` said yes."""

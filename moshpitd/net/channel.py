@@ -6,11 +6,11 @@ One rule: a short or damaged frame is LinkBroken or RemoteProtocolError, never a
 from __future__ import annotations
 
 import mmap
-import zlib
 from collections.abc import Callable
 from typing import TypeAlias
 
 from moshpitd.errors import LinkBroken, RemoteProtocolError
+from moshpitd.net.checksum import crc32
 from moshpitd.net.frames import (
     ASIDE,
     HEADER_BYTES,
@@ -71,7 +71,7 @@ class Channel:
         self.receiving = header.length > 0
         self._receive_payload(payload, timeout_s, aside)
         self.receiving = False
-        if header.checked and (crc := zlib.crc32(payload)) != header.crc:
+        if header.checked and (crc := crc32(payload)) != header.crc:
             raise RemoteProtocolError(
                 f"payload of part {header.part} has crc32 {crc:#010x}, "
                 f"its header says {header.crc:#010x}"
@@ -117,7 +117,7 @@ class Channel:
         view = memoryview(payload).cast("B")
         crc = None
         if not (self.stream.sealed and header.kind in SEAL_IS_ENOUGH):
-            crc = header.crc or zlib.crc32(view)
+            crc = header.crc or crc32(view)
         head = header.pack(length=len(view), crc=crc)
         self.stream.write((memoryview(head), view[:SEGMENT_BYTES]), timeout_s)
         for start in range(SEGMENT_BYTES, len(view), SEGMENT_BYTES):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from moshpitd.errors import LinkBroken
+from moshpitd.net import openssl
 from moshpitd.net.frames import SEGMENT_BYTES
 from moshpitd.net.throttle import Throttle
 
@@ -179,10 +180,19 @@ class TlsStream:
 
     sealed = True
 
-    def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+    def __init__(
+        self, raw: socket.socket, context: ssl.SSLContext | openssl.Context, *, server_side: bool
+    ) -> None:
         self.wire = Wire(raw)
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._incoming: ssl.MemoryBIO | openssl.Incoming
+        self._outgoing: ssl.MemoryBIO | openssl.Outgoing
+        self._tls: ssl.SSLObject | openssl.Conversation
+        if isinstance(context, openssl.Context):
+            self._tls = made = context.wrap(server_side=server_side)
+            self._incoming, self._outgoing = made.incoming, made.outgoing
+        else:
+            self._incoming, self._outgoing = read, written = ssl.MemoryBIO(), ssl.MemoryBIO()
+            self._tls = context.wrap_bio(read, written, server_side=server_side)
         self._lock = threading.Lock()
         self._room = memoryview(bytearray(SLICE_BYTES))
 
@@ -231,16 +241,12 @@ class TlsStream:
         while got < wanted:
             try:
                 with self._lock:
-                    while got < wanted:
-                        count = _read(self._tls, view[got:])
-                        if count == 0:
-                            return got
-                        got += count
-            except ssl.SSLWantReadError:
-                if self._fill(timeout_s) == 0:
-                    break
+                    count, more = _read(self._tls, view[got:])
             except (OSError, ValueError) as error:
                 raise LinkBroken(_cause(error)) from None
+            got += count
+            if got < wanted and not (more and self._fill(timeout_s)):
+                break
         return got
 
     def write(
@@ -269,14 +275,24 @@ class TlsStream:
         return count
 
     def _flush(self, deadline: float) -> None:
-        if self._outgoing.pending:
-            self.wire.send((memoryview(self._outgoing.read()),), _left(deadline))
+        if sealed := self._outgoing.read():
+            self.wire.send((memoryview(sealed),), _left(deadline))
 
 
-def _read(tls: ssl.SSLObject, view: memoryview) -> int:
-    """At most one record. typeshed knows neither the buffer's type nor what comes back."""
-    count: Any = tls.read(len(view), view)
-    return int(count)
+def _read(tls: ssl.SSLObject | openssl.Conversation, view: memoryview) -> tuple[int, bool]:
+    """(how much of the view was filled, whether more may come)."""
+    if isinstance(tls, openssl.Conversation):
+        return tls.read(view)
+    got = 0
+    while got < len(view):
+        try:  # at most one record; typeshed knows neither the buffer's type nor what comes back
+            count: Any = tls.read(len(view) - got, view[got:])
+        except ssl.SSLWantReadError:
+            break
+        if count == 0:
+            return got, False
+        got += int(count)
+    return got, True
 
 
 def _left(deadline: float) -> float:

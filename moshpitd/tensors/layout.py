@@ -152,6 +152,13 @@ class Layout:
         flat = buffer[part.offset_bytes : part.offset_bytes + part.nbytes]
         return flat.view(DTYPES[part.dtype].torch_dtype)
 
+    def region_view(self, buffer: Tensor, region: Region) -> Tensor:
+        """All parts of a region together, likewise."""
+        self._check_buffer(buffer)
+        row = DTYPES[region.dtype]
+        stop = region.offset_bytes + region.numel * row.itemsize
+        return buffer[region.offset_bytes : stop].view(row.torch_dtype)
+
     def gather(
         self, tensors: Sequence[Tensor], buffer: Tensor, *, staging: Staging | None = None
     ) -> None:
@@ -217,8 +224,12 @@ class Layout:
             raise LocalProtocolError(f"part {part.index} has {part.numel} elements, not {element}")
         region = next(region for region in self.regions if region.dtype == part.dtype)
         first = (part.offset_bytes - region.offset_bytes) // DTYPES[part.dtype].itemsize
+        return self.tensor_in(region, first + element)
+
+    def tensor_in(self, region: Region, element: int) -> str:
+        """The same for an element of a region."""
         # Empty tensors start where the next one does; the rightmost start is the one with elements.
-        at = bisect_right(region.starts, first + element) - 1
+        at = bisect_right(region.starts, element) - 1
         return self.specs[region.members[at]].name
 
     def names_in(self, part: Part) -> frozenset[str]:

@@ -50,6 +50,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "hivemind": ("net/",),
     "libp2p": ("net/",),
     "cryptography": ("net/",),
+    "OpenSSL": ("net/openssl",),
     "trio": ("net/",),
     "base58": ("net/",),
     "multiaddr": ("net/",),

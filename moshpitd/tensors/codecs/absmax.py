@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,14 @@ from moshpitd.tensors.codecs.payload import (
     check_flat,
     check_float32,
     check_payload,
+    checked_norm,
     checked_scales,
     landed,
     scales_and_codes,
 )
 from moshpitd.tensors.dtypes import dtype_name
+from moshpitd.tensors.kernels import address, native, takes
+from moshpitd.tensors.reduction import examine
 from moshpitd.tensors.slices import scratch
 
 INT8_BLOCK = 1024  # 0.4 % overhead for scales; one outlier costs 1023 neighbours their precision
@@ -93,6 +98,9 @@ class AbsmaxCodec(Codec):
         size = self.payload_bytes(values.numel(), dtype_name(values.dtype))
         check_flat(values, out, size, codec=self.name)
         whole = aligned_room(out, size)
+        if self._bits == 8 and takes(values, whole, added, left, decoded):
+            self._encode_native(values.detach(), whole, added=added, left=left, decoded=decoded)
+            return landed(whole, out)
         scales, codes = scales_and_codes(whole, blocks(values.numel(), self.block), torch.int8)
         for start, stop, width in block_slices(values.numel(), block=self.block):
             piece = values[start:stop].detach()
@@ -118,6 +126,24 @@ class AbsmaxCodec(Codec):
             self.decode(out[:size], decoded)
         return size
 
+    def _encode_native(
+        self,
+        values: Tensor,
+        whole: Tensor,
+        *,
+        added: Tensor | None,
+        left: Tensor | None,
+        decoded: Tensor | None,
+    ) -> None:
+        numel = values.numel()
+        room = scratch(self.block, torch.float32, values.device, name="fed")
+        finite = native.absmax_encode(
+            address(values, numel), address(added, numel), address(left, numel),
+            address(decoded, numel), address(whole, whole.numel(), torch.uint8),
+            address(room, self.block), numel, self.block,
+        )  # fmt: skip
+        check_finite(0.0 if finite else math.nan, codec=self.name)
+
     def _store(self, rounded: Tensor, codes: Tensor, *, start: int) -> None:
         stop = start + rounded.numel()
         if self._bits == 8:
@@ -131,6 +157,9 @@ class AbsmaxCodec(Codec):
     def decode(self, payload: Tensor, out: Tensor) -> None:
         size = self.payload_bytes(out.numel(), dtype_name(out.dtype))
         check_payload(payload, size, codec=self.name)
+        if self._bits == 8 and takes(payload, out):
+            self._decode_native(payload, out)
+            return
         count = blocks(out.numel(), self.block)
         scales, codes = scales_and_codes(aligned(payload), count, torch.int8)
         checked_scales(scales, codec=self.name)
@@ -143,3 +172,19 @@ class AbsmaxCodec(Codec):
                 piece.copy_(unpack_nibbles(packed, stop - start)).sub_(8.0)
             absmax = scales[start // self.block : blocks(stop, self.block)]
             piece.mul_(1.0 / self._top).view(-1, width).mul_(absmax.view(-1, 1))
+
+    def decode_examined(self, payload: Tensor, out: Tensor) -> tuple[int | None, float]:
+        if not (self._bits == 8 and takes(payload, out)):
+            return super().decode_examined(payload, out)
+        size = self.payload_bytes(out.numel(), dtype_name(out.dtype))
+        check_payload(payload, size, codec=self.name)
+        squared = self._decode_native(payload, out)
+        return (None, squared) if math.isfinite(squared) else examine(out)
+
+    def _decode_native(self, payload: Tensor, out: Tensor) -> float:
+        """The squared norm, not finite if a value is not."""
+        numel = out.numel()
+        squared = native.absmax_decode(
+            address(payload, payload.numel(), torch.uint8), address(out, numel), numel, self.block
+        )
+        return checked_norm(squared, codec=self.name)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moshpitd.tensors.reduction import examine
 from moshpitd.tensors.slices import scratch
 
 
@@ -105,3 +106,8 @@ class Codec(Protocol):
         before use.
         """
         ...
+
+    def decode_examined(self, payload: Tensor, out: Tensor) -> tuple[int | None, float]:
+        """`decode`, and what `reduction.examine` says of the values: here in a second pass."""
+        self.decode(payload, out)
+        return examine(out)

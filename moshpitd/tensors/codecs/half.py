@@ -20,11 +20,14 @@ from moshpitd.tensors.codecs.payload import (
     check_flat,
     check_float32,
     check_payload,
+    checked_norm,
     checked_scales,
     landed,
     scales_and_codes,
 )
 from moshpitd.tensors.dtypes import dtype_name
+from moshpitd.tensors.kernels import address, native, takes
+from moshpitd.tensors.reduction import examine
 from moshpitd.tensors.slices import scratch, slice_bounds
 
 HALF_BLOCK = SLICE
@@ -90,6 +93,9 @@ class HalfCodec(Codec):
         size = self.payload_bytes(values.numel(), dtype_name(values.dtype))
         check_flat(values, out, size, codec=self.name)
         whole = aligned_room(out, size)
+        if self._scaled and takes(values, whole, added, left, decoded):
+            self._encode_native(values.detach(), whole, added=added, left=left, decoded=decoded)
+            return landed(whole, out)
         scales, codes = scales_and_codes(whole, blocks(values.numel(), HALF_BLOCK), self._dtype)
         for block, (start, stop) in enumerate(slice_bounds(values.numel(), step=HALF_BLOCK)):
             piece = values[start:stop].detach()
@@ -110,6 +116,24 @@ class HalfCodec(Codec):
                 told = _decode_block(codes[start:stop], decoded[start:stop], scale=scale)
                 torch.sub(piece, told, out=left[start:stop])
         return landed(whole, out)
+
+    def _encode_native(
+        self,
+        values: Tensor,
+        whole: Tensor,
+        *,
+        added: Tensor | None,
+        left: Tensor | None,
+        decoded: Tensor | None,
+    ) -> None:
+        numel = values.numel()
+        room = scratch(min(HALF_BLOCK, numel), torch.float32, values.device, name="fed")
+        finite = native.half_encode(
+            address(values, numel), address(added, numel), address(left, numel),
+            address(decoded, numel), address(whole, whole.numel(), torch.uint8),
+            address(room, 0), numel,
+        )  # fmt: skip
+        check_finite(0.0 if finite else math.nan, codec=self.name)
 
     def _encode_block(self, piece: Tensor, codes: Tensor, *, low: float, high: float) -> float:
         absmax = max(-low, high)
@@ -140,6 +164,9 @@ class HalfCodec(Codec):
     def decode(self, payload: Tensor, out: Tensor) -> None:
         size = self.payload_bytes(out.numel(), dtype_name(out.dtype))
         check_payload(payload, size, codec=self.name)
+        if self._scaled and takes(payload, out):
+            self._decode_native(payload, out)
+            return
         count = blocks(out.numel(), HALF_BLOCK)
         scales, codes = scales_and_codes(aligned(payload), count, self._dtype)
         factors = checked_scales(scales, codec=self.name).tolist()
@@ -147,6 +174,22 @@ class HalfCodec(Codec):
             factors, slice_bounds(out.numel(), step=HALF_BLOCK), strict=True
         ):
             _decode_block(codes[start:stop], out[start:stop], scale=factor)
+
+    def decode_examined(self, payload: Tensor, out: Tensor) -> tuple[int | None, float]:
+        if not (self._scaled and takes(payload, out)):
+            return super().decode_examined(payload, out)
+        size = self.payload_bytes(out.numel(), dtype_name(out.dtype))
+        check_payload(payload, size, codec=self.name)
+        squared = self._decode_native(payload, out)
+        return (None, squared) if math.isfinite(squared) else examine(out)
+
+    def _decode_native(self, payload: Tensor, out: Tensor) -> float:
+        """The squared norm, not finite if a value is not."""
+        numel = out.numel()
+        squared = native.half_decode(
+            address(payload, payload.numel(), torch.uint8), address(out, numel), numel
+        )
+        return checked_norm(squared, codec=self.name)
 
 
 def _decode_block(codes: Tensor, out: Tensor, *, scale: float) -> Tensor:

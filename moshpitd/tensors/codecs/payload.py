@@ -97,6 +97,13 @@ def checked_scales(scales: Tensor, *, codec: str) -> Tensor:
     return scales
 
 
+def checked_norm(squared: float, *, codec: str) -> float:
+    """What compiled decoders return: the squared norm, or -1 where a scale is not finite."""
+    if squared < 0:
+        raise RemoteProtocolError(f"payload of codec {codec}: a scale is not finite")
+    return squared
+
+
 def check_finite(*numbers: float, codec: str) -> None:
     """Numbers that are finite exactly when all values are: their extremes, or a sum in float64."""
     if not all(math.isfinite(number) for number in numbers):

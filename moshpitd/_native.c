@@ -1,0 +1,685 @@
+/* The passes over memory that every round makes, each as one visit with the interpreter let go.
+
+   One rule: the same bits as the torch code beside it (tensors/codecs), which is what runs where
+   this module was not built or the processor lacks AVX2, FMA, F16C or PCLMULQDQ. Operations are written down
+   one by one, in the order of that code, and nothing here may be contracted or reassociated
+   (-ffp-contract=off); sums that only judge (squared norms) are the exception.
+
+   Addresses come from tensors that the caller holds; nothing here allocates or keeps anything. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <float.h>
+#include <immintrin.h>
+#include <limits.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__x86_64__) || !defined(__GNUC__)
+#error "written for x86-64 and GNU C; without this module the torch code runs"
+#endif
+
+#define V3 __attribute__((target("avx2,fma,f16c")))
+#define CLMUL __attribute__((target("pclmul,sse4.1")))
+
+/* Values per scale, as HALF_BLOCK in tensors/codecs/half.py: 512 KiB of float32. */
+#define HALF_BLOCK 131072
+
+/* From this size on, results go past the caches: nobody reads a residual before the next round. */
+#define STREAM_ALIGN 32
+
+static const uint32_t MAGNITUDE = 0x7fffffffu;
+static const uint32_t LARGEST_BITS = 0x7f7fffffu;
+
+/* ---- small pieces: a vector of 8, and what is left of a block ---------------------------- */
+
+V3 static inline __m256i lanes(ptrdiff_t count)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+V3 static inline __m256 load(const float *at, ptrdiff_t count)
+{
+    return count >= 8 ? _mm256_loadu_ps(at) : _mm256_maskload_ps(at, lanes(count));
+}
+
+V3 static inline void store(float *at, __m256 values, ptrdiff_t count)
+{
+    if (count >= 8)
+        _mm256_storeu_ps(at, values);
+    else
+        _mm256_maskstore_ps(at, lanes(count), values);
+}
+
+/* Past the caches where the address allows it. */
+V3 static inline void put(float *at, __m256 values, ptrdiff_t count, int streams)
+{
+    if (streams && count >= 8)
+        _mm256_stream_ps(at, values);
+    else
+        store(at, values, count);
+}
+
+V3 static inline void store_half(uint16_t *at, __m128i codes, ptrdiff_t count)
+{
+    if (count >= 8) {
+        _mm_storeu_si128((__m128i *)at, codes);
+    } else {
+        uint16_t all[8];
+        _mm_storeu_si128((__m128i *)all, codes);
+        memcpy(at, all, (size_t)count * 2);
+    }
+}
+
+V3 static inline __m128i load_half(const uint16_t *at, ptrdiff_t count)
+{
+    if (count >= 8)
+        return _mm_loadu_si128((const __m128i *)at);
+    uint16_t all[8] = {0};
+    memcpy(all, at, (size_t)count * 2);
+    return _mm_loadu_si128((const __m128i *)all);
+}
+
+V3 static inline void store_bytes(int8_t *at, __m256i whole, ptrdiff_t count)
+{
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole),
+                                    _mm256_extracti128_si256(whole, 1));
+    __m128i bytes = _mm_packs_epi16(words, words);
+    if (count >= 8) {
+        _mm_storel_epi64((__m128i *)at, bytes);
+    } else {
+        int8_t all[16];
+        _mm_storeu_si128((__m128i *)all, bytes);
+        memcpy(at, all, (size_t)count);
+    }
+}
+
+V3 static inline __m256i load_bytes(const int8_t *at, ptrdiff_t count)
+{
+    if (count >= 8)
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at));
+    int8_t all[8] = {0};
+    memcpy(all, at, (size_t)count);
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)all));
+}
+
+V3 static inline __m256i magnitude(__m256 values)
+{
+    return _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32((int)MAGNITUDE));
+}
+
+V3 static inline uint32_t largest_of(__m256i bits)
+{
+    uint32_t each[8], most = 0;
+    _mm256_storeu_si256((__m256i *)each, bits);
+    for (int i = 0; i < 8; i++)
+        most = each[i] > most ? each[i] : most;
+    return most;
+}
+
+V3 static inline double sum_of(__m256 values)
+{
+    float each[8];
+    double sum = 0.0;
+    _mm256_storeu_ps(each, values);
+    for (int i = 0; i < 8; i++)
+        sum += each[i];
+    return sum;
+}
+
+static inline float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* ---- what is said of values before they are used --------------------------------------------- */
+
+/* The squared norm, not finite if a value is not (or if squares are too large for float32, which the
+   caller then looks into). Added up in float32 over 64 KiB, in double over all. */
+V3 static double squared_norm(const float *values, ptrdiff_t numel)
+{
+    double squared = 0.0;
+    for (ptrdiff_t start = 0; start < numel; start += 16384) {
+        ptrdiff_t stop = numel - start < 16384 ? numel : start + 16384, i = start;
+        __m256 a = _mm256_setzero_ps(), b = a, c = a, d = a;
+        for (; i + 32 <= stop; i += 32) {
+            __m256 one = _mm256_loadu_ps(values + i), two = _mm256_loadu_ps(values + i + 8);
+            __m256 three = _mm256_loadu_ps(values + i + 16), four = _mm256_loadu_ps(values + i + 24);
+            a = _mm256_fmadd_ps(one, one, a);
+            b = _mm256_fmadd_ps(two, two, b);
+            c = _mm256_fmadd_ps(three, three, c);
+            d = _mm256_fmadd_ps(four, four, d);
+        }
+        for (; i < stop; i += 8) {
+            __m256 one = load(values + i, stop - i);
+            a = _mm256_fmadd_ps(one, one, a);
+        }
+        squared += sum_of(a) + sum_of(b) + sum_of(c) + sum_of(d);
+    }
+    return squared;
+}
+
+/* ---- float16 with a power of two per block (HalfCodec) ----------------------------------- */
+
+/* c = values + added into `room`, its extremes, and the bits of its largest magnitude. */
+V3 static uint32_t half_look(const float *values, const float *added, float *room, ptrdiff_t count,
+                             float *low, float *high)
+{
+    float least = INFINITY, most = -INFINITY;
+    __m256 lows = _mm256_set1_ps(INFINITY), highs = _mm256_set1_ps(-INFINITY);
+    __m256i bits = _mm256_setzero_si256();
+    ptrdiff_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256 one = _mm256_loadu_ps(values + i);
+        if (added) {
+            one = _mm256_add_ps(one, _mm256_loadu_ps(added + i));
+            _mm256_storeu_ps(room + i, one);
+        }
+        lows = _mm256_min_ps(lows, one);
+        highs = _mm256_max_ps(highs, one);
+        bits = _mm256_max_epu32(bits, magnitude(one));
+    }
+    uint32_t largest = largest_of(bits);
+    for (; i < count; i++) {
+        float one = values[i];
+        if (added)
+            room[i] = one = one + added[i];
+        uint32_t own;
+        memcpy(&own, &one, sizeof own);
+        own &= MAGNITUDE;
+        largest = own > largest ? own : largest;
+        least = one < least ? one : least;
+        most = one > most ? one : most;
+    }
+    float each[8];
+    _mm256_storeu_ps(each, lows);
+    for (int k = 0; k < 8; k++)
+        least = each[k] < least ? each[k] : least;
+    _mm256_storeu_ps(each, highs);
+    for (int k = 0; k < 8; k++)
+        most = each[k] > most ? each[k] : most;
+    *low = least;
+    *high = most;
+    return largest;
+}
+
+/* The power of two that brings `absmax` into [2^14, 2^15), as a divisor. */
+static float half_scale(float absmax)
+{
+    int exponent;
+    if (absmax == 0.0f)
+        return 1.0f;
+    frexpf(absmax, &exponent);
+    exponent -= 15;
+    return ldexpf(1.0f, exponent > -126 ? exponent : -126);
+}
+
+V3 static float half_block(const float *c, float *left, float *decoded, uint16_t *codes,
+                           ptrdiff_t count, float low, float high)
+{
+    float absmax = -low > high ? -low : high;
+    int constant = low == high && absmax > 0.0f;
+    float scale = constant ? low : half_scale(absmax);
+    int plain = scale == 1.0f && absmax < FLT_MAX / 2;
+    int clamps = absmax >= FLT_MAX / 2;
+    int streams = ((uintptr_t)left % STREAM_ALIGN) == 0;
+    __m256 inverse = _mm256_set1_ps((float)(1.0 / (double)scale));
+    __m256 factor = _mm256_set1_ps(scale), minus = _mm256_set1_ps(-scale);
+    __m256 top = _mm256_set1_ps(32768.0f - 16.0f), bottom = _mm256_set1_ps(-32768.0f + 16.0f);
+    __m256 one = _mm256_set1_ps(1.0f);
+    for (ptrdiff_t i = 0; i < count; i += 8) {
+        ptrdiff_t here = count - i;
+        __m256 piece = load(c + i, here), scaled = piece;
+        if (constant) {
+            scaled = one;
+        } else if (!plain) {
+            scaled = _mm256_mul_ps(piece, inverse);
+            if (clamps)
+                scaled = _mm256_min_ps(_mm256_max_ps(scaled, bottom), top);
+        }
+        __m128i code = _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        store_half(codes + i, code, here);
+        if (!left)
+            continue;
+        __m256 rest = _mm256_cvtph_ps(code);
+        if (decoded) {
+            __m256 told = scale == 1.0f ? rest : _mm256_mul_ps(rest, factor);
+            store(decoded + i, told, here);
+            put(left + i, _mm256_sub_ps(piece, told), here, streams);
+        } else {
+            put(left + i, _mm256_fmadd_ps(rest, minus, piece), here, streams);
+        }
+    }
+    return scale;
+}
+
+/* A whole block in one visit, if `scale` turns out to be its scale: 1, and all is written. 0: what
+   was written is worth nothing, and the block has to be looked at first. */
+V3 static int half_guessed(const float *values, const float *added, float *left, float *decoded,
+                           uint16_t *codes, ptrdiff_t count, float scale)
+{
+    int streams = ((uintptr_t)left % STREAM_ALIGN) == 0;
+    int unscaled = scale == 1.0f;
+    __m256 inverse = _mm256_set1_ps((float)(1.0 / (double)scale));
+    __m256 factor = _mm256_set1_ps(scale), minus = _mm256_set1_ps(-scale);
+    __m256 first = _mm256_set1_ps(added ? values[0] + added[0] : values[0]);
+    __m256 differs = _mm256_setzero_ps();
+    __m256i bits = _mm256_setzero_si256();
+    if (count % 8)
+        return 0;
+    for (ptrdiff_t i = 0; i < count; i += 8) {
+        __m256 piece = _mm256_loadu_ps(values + i);
+        if (added)
+            piece = _mm256_add_ps(piece, _mm256_loadu_ps(added + i));
+        bits = _mm256_max_epu32(bits, magnitude(piece));
+        differs = _mm256_or_ps(differs, _mm256_cmp_ps(piece, first, _CMP_NEQ_UQ));
+        __m256 scaled = unscaled ? piece : _mm256_mul_ps(piece, inverse);
+        __m128i code = _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128((__m128i *)(codes + i), code);
+        if (!left)
+            continue;
+        __m256 rest = _mm256_cvtph_ps(code);
+        if (decoded) {
+            __m256 told = unscaled ? rest : _mm256_mul_ps(rest, factor);
+            _mm256_storeu_ps(decoded + i, told);
+            put(left + i, _mm256_sub_ps(piece, told), 8, streams);
+        } else {
+            put(left + i, _mm256_fmadd_ps(rest, minus, piece), 8, streams);
+        }
+    }
+    float absmax = float_of(largest_of(bits));
+    /* Not of NaN and infinity, nor of what has to be clamped; and a block of one value has a scale
+       of its own. */
+    return absmax < FLT_MAX / 2 && half_scale(absmax) == scale && _mm256_movemask_ps(differs) != 0;
+}
+
+/* Of the block that this thread encoded last, and whether the one before it had the same: then the
+   next most often has it too, and is done in one visit. What comes out does not depend on it. */
+static _Thread_local float last_scale = 0.0f;
+static _Thread_local int alike = 0;
+
+/* 0, or 1 where a value is not finite. */
+V3 static int half_encode(const float *values, const float *added, float *left, float *decoded,
+                          uint8_t *payload, float *room, ptrdiff_t numel)
+{
+    ptrdiff_t blocks = (numel + HALF_BLOCK - 1) / HALF_BLOCK;
+    uint16_t *codes = (uint16_t *)(payload + blocks * 4);
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t start = block * HALF_BLOCK;
+        ptrdiff_t count = numel - start < HALF_BLOCK ? numel - start : HALF_BLOCK;
+        const float *more = added ? added + start : NULL;
+        float *rest = left ? left + start : NULL, *told = decoded ? decoded + start : NULL;
+        float low, high, scale = last_scale;
+        if (!alike || !half_guessed(values + start, more, rest, told, codes + start, count, scale)) {
+            uint32_t largest = half_look(values + start, more, room, count, &low, &high);
+            if (largest > LARGEST_BITS)
+                return 1;
+            alike = half_scale(float_of(largest)) == last_scale;
+            last_scale = half_scale(float_of(largest));
+            scale = half_block(added ? room : values + start, rest, told, codes + start, count,
+                               low, high);
+        }
+        memcpy(payload + block * 4, &scale, sizeof scale);
+    }
+    _mm_sfence();
+    return 0;
+}
+
+/* The squared norm, not finite if any value is not; -1 where a scale is not finite. */
+V3 static double half_decode(const uint8_t *payload, float *out, ptrdiff_t numel)
+{
+    ptrdiff_t blocks = (numel + HALF_BLOCK - 1) / HALF_BLOCK;
+    const uint16_t *codes = (const uint16_t *)(payload + blocks * 4);
+    double squared = 0.0;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        float scale;
+        memcpy(&scale, payload + block * 4, sizeof scale);
+        if (!isfinite(scale))
+            return -1.0;
+    }
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t start = block * HALF_BLOCK;
+        ptrdiff_t count = numel - start < HALF_BLOCK ? numel - start : HALF_BLOCK;
+        float scale;
+        memcpy(&scale, payload + block * 4, sizeof scale);
+        __m256 factor = _mm256_set1_ps(scale);
+        __m256 sums = _mm256_setzero_ps(), more = _mm256_setzero_ps();
+        ptrdiff_t i = 0;
+        for (; i + 16 <= count; i += 16) {
+            __m256 a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(codes + start + i)));
+            __m256 b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(codes + start + i + 8)));
+            if (scale != 1.0f) {
+                a = _mm256_mul_ps(a, factor);
+                b = _mm256_mul_ps(b, factor);
+            }
+            _mm256_storeu_ps(out + start + i, a);
+            _mm256_storeu_ps(out + start + i + 8, b);
+            sums = _mm256_fmadd_ps(a, a, sums);
+            more = _mm256_fmadd_ps(b, b, more);
+        }
+        for (; i < count; i += 8) {
+            __m256 a = _mm256_cvtph_ps(load_half(codes + start + i, count - i));
+            if (scale != 1.0f)
+                a = _mm256_mul_ps(a, factor);
+            store(out + start + i, a, count - i);
+            sums = _mm256_fmadd_ps(a, a, sums);
+        }
+        squared += sum_of(sums) + sum_of(more);
+    }
+    return squared;
+}
+
+/* ---- int8 with the largest magnitude per block (AbsmaxCodec with 8 bits) ------------------ */
+
+V3 static int absmax_encode(const float *values, const float *added, float *left, float *decoded,
+                            uint8_t *payload, float *room, ptrdiff_t numel, ptrdiff_t width)
+{
+    ptrdiff_t blocks = (numel + width - 1) / width;
+    int8_t *codes = (int8_t *)(payload + blocks * 4);
+    int streams = ((uintptr_t)left % STREAM_ALIGN) == 0 && width % 8 == 0;
+    __m256 top = _mm256_set1_ps(127.0f), inverse = _mm256_set1_ps((float)(1.0 / 127.0));
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t start = block * width;
+        ptrdiff_t count = numel - start < width ? numel - start : width;
+        const float *c = values + start;
+        __m256i bits = _mm256_setzero_si256();
+        for (ptrdiff_t i = 0; i < count; i += 8) {
+            __m256 one = load(values + start + i, count - i);
+            if (added) {
+                one = _mm256_add_ps(one, load(added + start + i, count - i));
+                store(room + i, one, count - i);
+            }
+            bits = _mm256_max_epu32(bits, magnitude(one));
+        }
+        if (added)
+            c = room;
+        uint32_t largest = largest_of(bits);
+        if (largest > LARGEST_BITS)
+            return 1;
+        float absmax = largest == 0 ? 1.0f : float_of(largest);
+        memcpy(payload + block * 4, &absmax, sizeof absmax);
+        __m256 each = _mm256_set1_ps(absmax);
+        for (ptrdiff_t i = 0; i < count; i += 8) {
+            ptrdiff_t here = count - i;
+            __m256 piece = load(c + i, here);
+            __m256 scaled = _mm256_mul_ps(_mm256_div_ps(piece, each), top);
+            scaled = _mm256_round_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            __m256i code = _mm256_cvtps_epi32(scaled);
+            store_bytes(codes + start + i, code, here);
+            if (!left)
+                continue;
+            scaled = _mm256_mul_ps(_mm256_mul_ps(scaled, inverse), each);
+            put(left + start + i, _mm256_sub_ps(piece, scaled), here, streams);
+            if (decoded) {
+                /* From the code, which has no sign where it is 0. */
+                __m256 told = _mm256_mul_ps(_mm256_cvtepi32_ps(code), inverse);
+                store(decoded + start + i, _mm256_mul_ps(told, each), here);
+            }
+        }
+    }
+    _mm_sfence();
+    return 0;
+}
+
+V3 static double absmax_decode(const uint8_t *payload, float *out, ptrdiff_t numel, ptrdiff_t width)
+{
+    ptrdiff_t blocks = (numel + width - 1) / width;
+    const int8_t *codes = (const int8_t *)(payload + blocks * 4);
+    __m256 inverse = _mm256_set1_ps((float)(1.0 / 127.0));
+    double squared = 0.0;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        float absmax;
+        memcpy(&absmax, payload + block * 4, sizeof absmax);
+        if (!isfinite(absmax))
+            return -1.0;
+    }
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t start = block * width;
+        ptrdiff_t count = numel - start < width ? numel - start : width;
+        float absmax;
+        memcpy(&absmax, payload + block * 4, sizeof absmax);
+        __m256 each = _mm256_set1_ps(absmax), sums = _mm256_setzero_ps();
+        for (ptrdiff_t i = 0; i < count; i += 8) {
+            __m256 one = _mm256_cvtepi32_ps(load_bytes(codes + start + i, count - i));
+            one = _mm256_mul_ps(_mm256_mul_ps(one, inverse), each);
+            store(out + start + i, one, count - i);
+            sums = _mm256_fmadd_ps(one, one, sums);
+        }
+        squared += sum_of(sums);
+    }
+    return squared;
+}
+
+/* ---- crc32, the one of zlib --------------------------------------------------------------- */
+
+/* The remainder of a message is that of any other that is congruent to it modulo the polynomial
+   0x04c11db7. So 64 bytes are carried over the next 64 by multiplying their halves with x^(512 + 64)
+   and x^512 modulo it (bit-reflected, hence the odd shifts), until 16 bytes are left, which a table
+   takes one by one. The constants are checked against zlib by the test of every length up to 300. */
+
+static uint32_t TABLE[256];
+
+static void make_table(void)
+{
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t value = i;
+        for (int bit = 0; bit < 8; bit++)
+            value = value & 1 ? (value >> 1) ^ 0xedb88320u : value >> 1;
+        TABLE[i] = value;
+    }
+}
+
+static uint32_t crc_bytes(uint32_t state, const uint8_t *at, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        state = (state >> 8) ^ TABLE[(state ^ at[i]) & 0xff];
+    return state;
+}
+
+CLMUL static inline __m128i carried(__m128i sum, __m128i over, __m128i next)
+{
+    return _mm_xor_si128(next, _mm_xor_si128(_mm_clmulepi64_si128(sum, over, 0x00),
+                                             _mm_clmulepi64_si128(sum, over, 0x11)));
+}
+
+CLMUL static uint32_t crc_folded(uint32_t state, const uint8_t *at, size_t count)
+{
+    if (count < 64)
+        return crc_bytes(state, at, count);
+    const __m128i *block = (const __m128i *)at;
+    const __m128i over_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
+    const __m128i over_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+    __m128i a = _mm_xor_si128(_mm_loadu_si128(block), _mm_cvtsi32_si128((int)state));
+    __m128i b = _mm_loadu_si128(block + 1);
+    __m128i c = _mm_loadu_si128(block + 2);
+    __m128i d = _mm_loadu_si128(block + 3);
+    for (block += 4, count -= 64; count >= 64; block += 4, count -= 64) {
+        a = carried(a, over_64, _mm_loadu_si128(block));
+        b = carried(b, over_64, _mm_loadu_si128(block + 1));
+        c = carried(c, over_64, _mm_loadu_si128(block + 2));
+        d = carried(d, over_64, _mm_loadu_si128(block + 3));
+    }
+    a = carried(carried(carried(a, over_16, b), over_16, c), over_16, d);
+    for (; count >= 16; block++, count -= 16)
+        a = carried(a, over_16, _mm_loadu_si128(block));
+    uint8_t left[16];
+    _mm_storeu_si128((__m128i *)left, a);
+    return crc_bytes(crc_bytes(0, left, sizeof left), (const uint8_t *)block, count);
+}
+
+/* ---- records of TLS ------------------------------------------------------------------------ */
+
+/* OpenSSL gives at most a record of 16 KiB per call. Asked from Python, a part of 512 KiB is 32 calls
+   with a wait for the interpreter after each; here it is one. This module is not linked to any
+   OpenSSL: who calls says where the functions of the one that made `ssl` are. */
+typedef int (*ssl_read_t)(void *ssl, void *to, int count);
+typedef int (*ssl_get_error_t)(const void *ssl, int result);
+
+static ptrdiff_t records(ssl_read_t read, ssl_get_error_t get_error, void *ssl, uint8_t *to,
+                         ptrdiff_t wanted, int *error)
+{
+    ptrdiff_t got = 0;
+    *error = 0;
+    while (got < wanted) {
+        ptrdiff_t rest = wanted - got;
+        int count = read(ssl, to + got, rest < INT_MAX ? (int)rest : INT_MAX);
+        if (count <= 0) {
+            *error = get_error(ssl, count);
+            break;
+        }
+        got += count;
+    }
+    return got;
+}
+
+/* ---- what Python sees -------------------------------------------------------------------- */
+
+#define AT(type, number) ((type *)(uintptr_t)(number))
+
+static PyObject *py_squared_norm(PyObject *module, PyObject *args)
+{
+    unsigned long long values;
+    Py_ssize_t numel;
+    double squared;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Kn", &values, &numel))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    squared = squared_norm(AT(const float, values), numel);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(squared);
+}
+
+static PyObject *py_half_encode(PyObject *module, PyObject *args)
+{
+    unsigned long long values, added, left, decoded, payload, room;
+    Py_ssize_t numel;
+    int bad;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKKKKn", &values, &added, &left, &decoded, &payload, &room,
+                          &numel))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    bad = half_encode(AT(const float, values), AT(const float, added), AT(float, left),
+                      AT(float, decoded), AT(uint8_t, payload), AT(float, room), numel);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(!bad);
+}
+
+static PyObject *py_half_decode(PyObject *module, PyObject *args)
+{
+    unsigned long long payload, out;
+    Py_ssize_t numel;
+    double squared;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKn", &payload, &out, &numel))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    squared = half_decode(AT(const uint8_t, payload), AT(float, out), numel);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(squared);
+}
+
+static PyObject *py_absmax_encode(PyObject *module, PyObject *args)
+{
+    unsigned long long values, added, left, decoded, payload, room;
+    Py_ssize_t numel, width;
+    int bad;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKKKKnn", &values, &added, &left, &decoded, &payload, &room,
+                          &numel, &width))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    bad = absmax_encode(AT(const float, values), AT(const float, added), AT(float, left),
+                        AT(float, decoded), AT(uint8_t, payload), AT(float, room), numel, width);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(!bad);
+}
+
+static PyObject *py_absmax_decode(PyObject *module, PyObject *args)
+{
+    unsigned long long payload, out;
+    Py_ssize_t numel, width;
+    double squared;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKnn", &payload, &out, &numel, &width))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    squared = absmax_decode(AT(const uint8_t, payload), AT(float, out), numel, width);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(squared);
+}
+
+static PyObject *py_crc32(PyObject *module, PyObject *args)
+{
+    Py_buffer payload;
+    uint32_t crc;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*", &payload))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    crc = ~crc_folded(~(uint32_t)0, (const uint8_t *)payload.buf, (size_t)payload.len);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&payload);
+    return PyLong_FromUnsignedLong(crc);
+}
+
+static PyObject *py_tls_read(PyObject *module, PyObject *args)
+{
+    unsigned long long read, get_error, ssl, to;
+    Py_ssize_t wanted, got;
+    int error;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKKn", &read, &get_error, &ssl, &to, &wanted))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    got = records((ssl_read_t)(uintptr_t)read, (ssl_get_error_t)(uintptr_t)get_error,
+                  AT(void, ssl), AT(uint8_t, to), wanted, &error);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(ni)", got, error);
+}
+
+static PyMethodDef METHODS[] = {
+    {"squared_norm", py_squared_norm, METH_VARARGS, "squared_norm(values, numel)"},
+    {"half_encode", py_half_encode, METH_VARARGS,
+     "half_encode(values, added, left, decoded, payload, room, numel) -> all finite"},
+    {"half_decode", py_half_decode, METH_VARARGS,
+     "half_decode(payload, out, numel) -> squared norm; -1: a scale is not finite"},
+    {"absmax_encode", py_absmax_encode, METH_VARARGS,
+     "absmax_encode(values, added, left, decoded, payload, room, numel, width) -> all finite"},
+    {"absmax_decode", py_absmax_decode, METH_VARARGS,
+     "absmax_decode(payload, out, numel, width) -> squared norm; -1: a scale is not finite"},
+    {"crc32", py_crc32, METH_VARARGS, "crc32(payload) -> what zlib.crc32 says"},
+    {"tls_read", py_tls_read, METH_VARARGS,
+     "tls_read(SSL_read, SSL_get_error, ssl, to, wanted) -> (count, why not more or 0)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static int executed(PyObject *module)
+{
+    (void)module;
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c") || !__builtin_cpu_supports("pclmul")) {
+        PyErr_SetString(PyExc_ImportError, "this processor has no AVX2, FMA, F16C and PCLMULQDQ");
+        return -1;
+    }
+    make_table();
+    return 0;
+}
+
+static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, executed}, {0, NULL}};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_native", "See _native.c; nothing but tensors/kernels calls it.",
+    0, METHODS, SLOTS, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&MODULE); }

@@ -1,0 +1,208 @@
+"""TLS by the OpenSSL that comes with the cryptography package, where it is the faster one.
+
+One rule: it behaves as ssl.SSLObject over ssl.MemoryBIO does, exceptions included.
+
+Python uses the OpenSSL of its system. Those before 3.1 encrypt AES-GCM at 5 GB/s on a processor
+whose wide instructions (VAES) carry 18; cryptography's own is new on any system. It is reached
+through pyOpenSSL, which libp2p brings. Per record pyOpenSSL allocates and copies once more, so the
+calls that move payloads go to the library below it; were those names ever to change, `AVAILABLE` is
+False and the system's OpenSSL is used.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509 import load_pem_x509_certificate
+
+_Any = Any  # neither package types what is below its surface
+T = TypeVar("T")
+
+SSL: _Any = None
+_lib: _Any = None
+_ffi: _Any = None
+_version = 0
+try:
+    from OpenSSL import SSL as _pyopenssl
+
+    _lib, _ffi = getattr(_pyopenssl, "_lib"), getattr(_pyopenssl, "_ffi")  # noqa: B009
+    _NEEDED = (_lib.SSL_read, _lib.SSL_write, _lib.BIO_read, _lib.BIO_write, _ffi.from_buffer)
+    _CLEARS = (_lib.SSL_CTX_clear_mode, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE)
+    SSL, _version = _pyopenssl, int(_pyopenssl.OPENSSL_VERSION_NUMBER)
+except (ImportError, AttributeError):
+    pass
+
+COMPILED = False
+"""Whether records are read in the compiled loop."""
+try:
+    from cryptography.hazmat.bindings._rust import _openssl
+
+    from moshpitd import _native
+
+    # Where the loop finds the functions of this very library.
+    _SSL_READ, _SSL_GET_ERROR = (
+        int(_ffi.cast("uintptr_t", _ffi.addressof(getattr(_openssl, "lib"), name)))  # noqa: B009
+        for name in ("SSL_read", "SSL_get_error")
+    )
+    COMPILED = True
+except (ImportError, AttributeError):
+    pass
+
+# The first with AES-GCM on VAES and AVX512.
+_FAST = 0x30100000
+AVAILABLE = _version >= _FAST > ssl.OPENSSL_VERSION_NUMBER
+"""Whether it is there and Python's own is slower."""
+
+# What a segment becomes: 17 records of 16 KiB, each with 22 bytes more, and a header's record.
+ROOM_BYTES = (256 << 10) + (8 << 10)
+
+
+class Context:
+    """The certificate of one identity, for both sides. TLS 1.3 only; each side asks for the other's
+    certificate and takes any, because what it proves is looked at by whoever shook hands."""
+
+    def __init__(self, certificate_pem: str, key_pem: str) -> None:
+        key: _Any = load_pem_private_key(key_pem.encode(), None)
+        context = SSL.Context(SSL.TLS_METHOD)
+        context.set_min_proto_version(SSL.TLS1_3_VERSION)
+        context.use_certificate(load_pem_x509_certificate(certificate_pem.encode()))
+        context.use_privatekey(key)
+        context.set_verify(SSL.VERIFY_PEER, lambda *_: True)
+        # Links live long: no session is ever resumed.
+        context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
+        _lib.SSL_CTX_clear_mode(context._context, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE)
+        self._context = context
+
+    def wrap(self, *, server_side: bool) -> Conversation:
+        connection = SSL.Connection(self._context, None)
+        if server_side:
+            connection.set_accept_state()
+        else:
+            connection.set_connect_state()
+        return Conversation(connection)
+
+
+class Incoming:
+    """Ciphertext from the wire, as an ssl.MemoryBIO."""
+
+    def __init__(self, connection: _Any) -> None:
+        self._bio = connection._into_ssl
+
+    def write(self, ciphertext: memoryview) -> int:
+        count = _lib.BIO_write(self._bio, _ffi.from_buffer(ciphertext), len(ciphertext))
+        if count != len(ciphertext):
+            raise MemoryError(f"{len(ciphertext)} bytes of ciphertext")
+        return int(count)
+
+    def read(self) -> bytes:
+        return _drained(self._bio, bytearray(ROOM_BYTES))
+
+
+class Outgoing:
+    """Ciphertext for the wire. What `read` returns is valid until its next call."""
+
+    def __init__(self, connection: _Any) -> None:
+        self._bio = connection._from_ssl
+        self._room = bytearray(ROOM_BYTES)
+
+    def read(self) -> bytes | memoryview:
+        count = _read(self._bio, self._room)
+        if count < len(self._room):
+            return memoryview(self._room)[:count]
+        return bytes(self._room) + _drained(self._bio, self._room)
+
+
+class Conversation:
+    """One TLS connection over two memories. Not for two threads at once."""
+
+    def __init__(self, connection: _Any) -> None:
+        self._connection = connection
+        self._ssl = connection._ssl
+        self.incoming, self.outgoing = Incoming(connection), Outgoing(connection)
+
+    def do_handshake(self) -> None:
+        self._told(self._connection.do_handshake)
+
+    def getpeercert(self, binary_form: bool) -> bytes | None:
+        certificate = self._connection.get_peer_certificate(as_cryptography=True)
+        return None if certificate is None else certificate.public_bytes(Encoding.DER)
+
+    def cipher(self) -> tuple[str, str, int] | None:
+        name = self._connection.get_cipher_name()
+        if name is None:
+            return None
+        return name, "TLSv1.3", int(self._connection.get_cipher_bits())
+
+    def read(self, view: memoryview) -> tuple[int, bool]:
+        """All that is there, up to the length of the view, and whether more may come."""
+        room = _ffi.from_buffer(view, require_writable=True)
+        got, why = _read_records(self._ssl, room, len(view))
+        if why in (0, _lib.SSL_ERROR_WANT_READ):
+            return got, True
+        if why == _lib.SSL_ERROR_ZERO_RETURN:
+            return got, False
+        self._told(lambda: self._connection._raise_ssl_error(self._ssl, -1))
+        raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"error {why}")
+
+    def write(self, view: memoryview) -> int:
+        count = int(_lib.SSL_write(self._ssl, _ffi.from_buffer(view), len(view)))
+        if count <= 0:
+            self._told(lambda: self._connection._raise_ssl_error(self._ssl, count))
+        return count
+
+    def unwrap(self) -> None:
+        """Both closing alerts, ours first."""
+        if not self._told(self._connection.shutdown):
+            self._told(self._connection.shutdown)
+
+    @staticmethod
+    def _told(step: Callable[[], T]) -> T:
+        """Do a step; what it raises becomes what the ssl module would raise."""
+        try:
+            return step()
+        except SSL.WantReadError:
+            raise ssl.SSLWantReadError from None
+        except SSL.ZeroReturnError:
+            raise ssl.SSLZeroReturnError from None
+        except SSL.SysCallError as error:
+            raise ssl.SSLEOFError(ssl.SSL_ERROR_EOF, str(error)) from None
+        except SSL.Error as error:
+            raise ssl.SSLError(ssl.SSL_ERROR_SSL, _words(error)) from None
+
+
+def _read_records(connection: _Any, room: _Any, wanted: int) -> tuple[int, int]:
+    """(bytes, why not more as SSL_get_error says, or 0)."""
+    if COMPILED:
+        here, there = _address(room), _address(connection)
+        return _native.tls_read(_SSL_READ, _SSL_GET_ERROR, there, here, wanted)
+    got = 0
+    while got < wanted:
+        count = _lib.SSL_read(connection, room + got, wanted - got)
+        if count <= 0:
+            return got, int(_lib.SSL_get_error(connection, count))
+        got += int(count)
+    return got, 0
+
+
+def _address(pointer: _Any) -> int:
+    return int(_ffi.cast("uintptr_t", pointer))
+
+
+def _read(bio: _Any, room: bytearray) -> int:
+    return max(0, int(_lib.BIO_read(bio, _ffi.from_buffer(room, require_writable=True), len(room))))
+
+
+def _drained(bio: _Any, room: bytearray) -> bytes:
+    found = b""
+    while (count := _read(bio, room)) > 0:
+        found += bytes(memoryview(room)[:count])
+    return found
+
+
+def _words(error: Exception) -> str:
+    """pyOpenSSL lists (library, function, reason) of everything in OpenSSL's queue."""
+    listed = error.args[0] if error.args and isinstance(error.args[0], list) else []
+    return "; ".join(str(one[-1]) for one in listed) or "unknown error"

@@ -1,0 +1,42 @@
+"""The compiled passes over memory (moshpitd/_native.c), where they were built. One rule: they give
+the bits of the torch code beside them, so nobody but a clock can tell which of the two ran.
+
+A part is one call, during which the interpreter is free for others; the same part in torch is some
+twenty calls, after each of which a thread waits for its turn. Not built (no compiler, another
+processor), `BUILT` is False and the torch code runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moshpitd.errors import LocalProtocolError
+
+try:
+    from moshpitd import _native as native
+
+    BUILT = True
+except ImportError:
+    native = None  # type: ignore[assignment]
+    BUILT = False
+
+__all__ = ["BUILT", "address", "native", "takes"]
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether the compiled code can work on these: built, and all in the host's memory."""
+    return BUILT and all(one is None or one.device.type == "cpu" for one in tensors)
+
+
+def address(values: Tensor | None, numel: int, dtype: torch.dtype = torch.float32) -> int:
+    """Of the first of `numel` elements in a row; 0 for None. What is not so is a mistake of ours,
+    and would be written over the memory of others."""
+    if values is None:
+        return 0
+    if values.dtype != dtype or values.numel() < numel or not values.is_contiguous():
+        raise LocalProtocolError(
+            f"compiled code: got {values.dtype} {list(values.shape)}, expected contiguous "
+            f"{dtype} of at least {numel}"
+        )
+    return values.data_ptr()

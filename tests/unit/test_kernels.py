@@ -1,0 +1,211 @@
+"""The compiled passes against the torch code and zlib: the same bits, whatever the values.
+
+One rule: both run here on the same inputs; where the compiled code was not built there is nothing
+to compare, and the tests of the codecs have run on torch alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from moshpitd.errors import LocalProtocolError, RemoteProtocolError, TrainerError
+from moshpitd.net.checksum import crc32
+from moshpitd.tensors import kernels
+from moshpitd.tensors.codecs import Codec, codec_for
+from moshpitd.tensors.reduction import examine, first_nonfinite
+
+pytestmark = pytest.mark.skipif(
+    not kernels.BUILT, reason="moshpitd._native is not built (no compiler, or no AVX2)"
+)
+
+LARGEST = torch.finfo(torch.float32).max
+# Blocks of both codecs, one element more and less, what fills no vector of 8, and several blocks.
+LENGTHS = (1, 7, 8, 9, 1000, 1023, 1024, 1031, 131_072, 131_073, 262_150)
+
+
+def pairs(numel: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """(name, values, what is added to them)."""
+    generator = torch.Generator().manual_seed(numel)
+
+    def normal(size: float = 1.0) -> Tensor:
+        return torch.randn(numel, generator=generator) * size
+
+    yield "usual", normal(), normal(1e-4)
+    yield "alone", normal(), None
+    yield "zeros", torch.zeros(numel), torch.zeros(numel)
+    yield "negative zeros", -torch.zeros(numel), None
+    yield "constant", torch.full((numel,), 0.3), None
+    yield "constant and a little", torch.full((numel,), -0.3), torch.full((numel,), 1e-9)
+    yield "denormal", normal(1e-40), normal(1e-44)
+    yield "barely normal", normal(1e-38), normal(1e-38)
+    yield "huge", normal(2e37), normal(1e37)
+    yield "largest", torch.full((numel,), LARGEST), None
+    one = normal()
+    one[0] = LARGEST
+    yield "one largest", one, normal()
+    yield "every size", (normal(20.0)).exp().clamp(max=3e38), normal()
+    some = normal()
+    some[::3], some[::5] = 0.0, -0.0
+    yield "some zeros", some, None
+    for name, bad in (("nan", math.nan), ("inf", math.inf), ("-inf", -math.inf)):
+        broken = normal()
+        broken[numel // 2] = bad
+        yield name, broken, normal()
+
+
+class Made:
+    """What one encoder made of values: everything that it writes."""
+
+    def __init__(self, codec: Codec, values: Tensor, added: Tensor | None, *, told: bool) -> None:
+        numel = values.numel()
+        self.payload = torch.zeros(codec.payload_bytes(numel, "float32"), dtype=torch.uint8)
+        self.left, self.decoded = torch.full((numel,), 7.0), torch.full((numel,), 7.0)
+        self.finite = True
+        try:
+            codec.encode_fed(
+                values,
+                self.payload,
+                added=added,
+                left=self.left,
+                decoded=self.decoded if told else None,
+            )
+        except TrainerError:
+            self.finite = False
+
+    def bits(self) -> list[Tensor]:
+        return [self.payload, self.left.view(torch.int32), self.decoded.view(torch.int32)]
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_compiled_and_torch_write_the_same_bits(
+    name: str, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = codec_for(name, "float32")
+    for what, values, added in pairs(numel):
+        for told in (False, True):
+            fast = Made(codec, values, added, told=told)
+            out = torch.empty(numel)
+            norm = codec.decode_examined(fast.payload, out) if fast.finite else (None, 0.0)
+            with monkeypatch.context() as without:
+                without.setattr(kernels, "BUILT", False)
+                slow = Made(codec, values, added, told=told)
+                assert fast.finite == slow.finite, what
+                if not slow.finite:
+                    continue
+                usual = torch.empty(numel)
+                codec.decode(slow.payload, usual)
+            for quick, plain in zip(fast.bits(), slow.bits(), strict=True):
+                assert torch.equal(quick, plain), (what, told)
+            assert torch.equal(out.view(torch.int32), usual.view(torch.int32)), what
+            bad, squared = examine(usual)
+            assert norm[0] == bad, what
+            assert math.isclose(norm[1], squared, rel_tol=1e-4, abs_tol=1e-30), what
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_block_that_is_not_like_those_before_it(
+    fed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two blocks with one scale the third is encoded before it is looked at."""
+    codec, block = codec_for("float16", "float32"), 131_072
+    generator = torch.Generator().manual_seed(9)
+    usual = [torch.randn(block, generator=generator).clamp(-4.5, 4.5) for _ in range(3)]
+    for one in usual:
+        one[7] = 4.5
+    for what, odd in {
+        "alike": usual[0],
+        "larger": usual[0] * 1e6,
+        "smaller": usual[0] * 1e-6,
+        "zeros": torch.zeros(block),
+        "constant": torch.full((block,), 4.5),
+        "largest": torch.where(usual[0] == 4.5, LARGEST, usual[0]),
+        "nan": torch.where(usual[0] == 4.5, math.nan, usual[0]),
+        "inf": torch.where(usual[0] == 4.5, -math.inf, usual[0]),
+        "denormal": usual[0] * 1e-41,
+        "short": usual[0][: block - 3],
+        "with a tail": torch.cat([usual[0], usual[1][:13]]),
+    }.items():
+        values = torch.cat([*usual, odd, usual[1]])
+        added = torch.randn(values.numel(), generator=generator) * 1e-5 if fed else None
+        fast = [Made(codec, values, added, told=fed) for _ in range(2)]
+        with monkeypatch.context() as without:
+            without.setattr(kernels, "BUILT", False)
+            slow = Made(codec, values, added, told=fed)
+        assert {one.finite for one in fast} == {slow.finite}, what
+        for one in fast if slow.finite else ():
+            for quick, plain in zip(one.bits(), slow.bits(), strict=True):
+                assert torch.equal(quick, plain), what
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+def test_without_feedback_the_payload_is_the_same_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = codec_for(name, "float32")
+    values = torch.randn(140_001, generator=torch.Generator().manual_seed(1))
+    payloads = []
+    for _ in range(2):
+        out = torch.zeros(codec.payload_bytes(values.numel(), "float32"), dtype=torch.uint8)
+        codec.encode(values, out)
+        payloads.append(out)
+        monkeypatch.setattr(kernels, "BUILT", False)
+    assert torch.equal(*payloads)
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+def test_a_lying_payload_is_found(name: str) -> None:
+    codec = codec_for(name, "float32")
+    payload = torch.zeros(codec.payload_bytes(4096, "float32"), dtype=torch.uint8)
+    codec.encode(torch.randn(4096), payload)
+    payload[:4] = torch.tensor([3e38]).view(torch.uint8)  # a scale that its codes overflow with
+    payload[-3:] = torch.tensor([0x7B, 0xFF, 0x7B], dtype=torch.uint8)
+    out = torch.empty(4096)
+    found = codec.decode_examined(payload, out)
+    assert found[0] == examine(out)[0]
+    payload[:4] = torch.tensor([math.inf]).view(torch.uint8)
+    with pytest.raises(RemoteProtocolError, match="not finite"):
+        codec.decode_examined(payload, out)
+    with pytest.raises(RemoteProtocolError, match="not finite"):
+        codec.decode(payload, out)
+
+
+def test_what_is_said_of_values_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for numel in (*LENGTHS, 16_383, 16_385):
+        for what, values, _ in pairs(numel):
+            bad, squared = examine(values)
+            first = first_nonfinite(values)
+            with monkeypatch.context() as without:
+                without.setattr(kernels, "BUILT", False)
+                assert (bad, first) == (examine(values)[0], first_nonfinite(values)), what
+            if bad is None:
+                exact = float((values.double() ** 2).sum().item())
+                assert math.isclose(squared, exact, rel_tol=1e-5, abs_tol=1e-37), what
+            else:
+                assert math.isnan(squared), what
+
+
+def test_memory_that_does_not_fit_is_refused_before_it_is_written_to() -> None:
+    codec = codec_for("float16", "float32")
+    values, room = torch.randn(100), torch.zeros(1000, dtype=torch.uint8)
+    with pytest.raises(LocalProtocolError, match="at least 100"):
+        codec.encode_fed(values, room, added=None, left=torch.empty(99))
+    with pytest.raises(LocalProtocolError, match="float64"):
+        codec.encode_fed(values, room, added=torch.zeros(100).double(), left=torch.empty(100))
+
+
+def test_the_checksum_is_that_of_zlib() -> None:
+    rng = random.Random(5)
+    for size in (*range(300), 4096, 524_352):
+        payload = rng.randbytes(size)
+        assert crc32(payload) == zlib.crc32(payload), size
+        assert crc32(memoryview(bytearray(payload))[size // 3 :]) == zlib.crc32(
+            payload[size // 3 :]
+        )

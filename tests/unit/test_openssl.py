@@ -1,0 +1,171 @@
+"""Both ways to TLS: Python's own OpenSSL, and the one that comes with cryptography.
+
+One rule: the two speak to each other over a real pair of sockets, in every combination, because
+peers need not have the same Python. What one of them cannot do, the other may not need.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from moshpitd.errors import LinkBroken, RemoteProtocolError
+from moshpitd.net import openssl
+from moshpitd.net.identity import Identity
+from moshpitd.net.streams import PlainStream, TlsStream
+from moshpitd.net.tls import Credentials, Proven, proven_peer_id
+
+TIMEOUT_S = 30.0
+PAYLOAD = random.Random(1).randbytes(3_000_001)
+
+pytestmark = pytest.mark.skipif(openssl.SSL is None, reason="pyOpenSSL is not as expected")
+WAYS = pytest.mark.parametrize(
+    ("dials", "listens"), [(True, True), (True, False), (False, True)], ids=str
+)
+
+
+@contextmanager
+def linked(folder: Path, dials: bool, listens: bool) -> Iterator[tuple[Proven, Proven]]:
+    """Two ends that shook hands: (dialler's, listener's). True: cryptography's OpenSSL."""
+    ours, theirs = socket.socketpair()
+    pool = ThreadPoolExecutor(1)
+    try:
+        credentials = [
+            of_identity(Identity.load_or_create(folder / name), faster)
+            for name, faster in (("a", dials), ("b", listens))
+        ]
+        coming = pool.submit(credentials[1].accept, theirs, timeout_s=TIMEOUT_S)
+        proven = credentials[0]._handshake(ours, server_side=False, timeout_s=TIMEOUT_S)
+        yield proven, coming.result(TIMEOUT_S)
+    finally:
+        ours.close()
+        theirs.close()
+        pool.shutdown()
+
+
+def of_identity(identity: Identity, faster: bool) -> Credentials:
+    credentials = Credentials(identity)
+    credentials._faster = credentials._made_faster() if faster else None
+    return credentials
+
+
+@pytest.fixture(autouse=True)
+def unix_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moshpitd.net.tls.tune", lambda raw: None)  # options of TCP
+
+
+def sent(stream: TlsStream | PlainStream, payload: bytes) -> None:
+    view = memoryview(payload)
+    for start in range(0, len(view), 262_144):
+        stream.write((memoryview(b"!"), view[start : start + 262_144]))
+
+
+def received(stream: TlsStream | PlainStream, count: int) -> bytes:
+    whole, mark = bytearray(), memoryview(bytearray(1))
+    room = memoryview(bytearray(262_144))
+    while len(whole) < count:
+        assert stream.read_into(mark, TIMEOUT_S) == 1
+        assert mark == b"!"
+        piece = room[: min(262_144, count - len(whole))]
+        assert stream.read_into(piece, TIMEOUT_S) == len(piece)
+        whole += piece
+    return bytes(whole)
+
+
+def both_ways(one: TlsStream | PlainStream, other: TlsStream | PlainStream) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        tasks = [pool.submit(sent, one, PAYLOAD), pool.submit(sent, other, PAYLOAD)]
+        there = pool.submit(received, other, len(PAYLOAD))
+        assert received(one, len(PAYLOAD)) == PAYLOAD
+        assert there.result(TIMEOUT_S) == PAYLOAD
+        for task in tasks:
+            task.result(TIMEOUT_S)
+
+
+@WAYS
+def test_bytes_go_both_ways_at_once_and_both_ends_are_proven(
+    dials: bool, listens: bool, tmp_path: Path
+) -> None:
+    with linked(tmp_path, dials, listens) as (dialler, listener):
+        for proven, other in ((dialler, "b"), (listener, "a")):
+            assert proven.peer_id == Identity.load_or_create(tmp_path / other).peer_id
+            assert proven_peer_id(proven.certificate) == proven.peer_id
+        assert dialler.stream.cipher == listener.stream.cipher != ""
+        assert isinstance(dialler.stream._tls, openssl.Conversation) == dials
+        both_ways(dialler.stream, listener.stream)
+
+
+def test_records_are_read_one_by_one_where_nothing_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openssl, "COMPILED", False)
+    with linked(tmp_path, True, True) as (dialler, listener):
+        both_ways(dialler.stream, listener.stream)
+
+
+@WAYS
+def test_the_plain_stream_begins_where_tls_ends(dials: bool, listens: bool, tmp_path: Path) -> None:
+    with linked(tmp_path, dials, listens) as (dialler, listener), ThreadPoolExecutor(1) as pool:
+        pool.submit(sent, dialler.stream, b"last").result(TIMEOUT_S)
+        assert received(listener.stream, 4) == b"last"
+        stripping = pool.submit(dialler.stream.strip, TIMEOUT_S)
+        plain = listener.stream.strip(TIMEOUT_S)
+        both_ways(plain, stripping.result(TIMEOUT_S))
+
+
+@WAYS
+def test_a_changed_byte_ends_the_stream(dials: bool, listens: bool, tmp_path: Path) -> None:
+    with linked(tmp_path, dials, listens) as (dialler, listener):
+        dialler.stream.write((memoryview(b"whole"),))
+        room = memoryview(bytearray(5))
+        assert listener.stream.read_into(room, TIMEOUT_S) == 5
+        dialler.stream._tls.write(memoryview(b"broken"))
+        sealed = bytearray(dialler.stream._outgoing.read())
+        sealed[-1] ^= 1
+        dialler.stream.wire.send((memoryview(sealed),), TIMEOUT_S)
+        with pytest.raises(LinkBroken):
+            listener.stream.read_into(room, TIMEOUT_S)
+
+
+@WAYS
+def test_the_end_of_the_socket_is_an_end_and_no_frame(
+    dials: bool, listens: bool, tmp_path: Path
+) -> None:
+    with linked(tmp_path, dials, listens) as (dialler, listener):
+        dialler.stream.write((memoryview(b"abc"),))
+        dialler.stream.wire.shut()
+        room = memoryview(bytearray(5))
+        assert listener.stream.read_into(room, TIMEOUT_S) == 3
+
+
+@pytest.mark.parametrize("faster", [True, False], ids=str)
+def test_who_has_no_certificate_or_speaks_no_tls_is_refused(faster: bool, tmp_path: Path) -> None:
+    credentials = of_identity(Identity.load_or_create(tmp_path / "a"), faster)
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+
+    def shake(raw: socket.socket) -> None:
+        with nobody.wrap_socket(raw) as secured:
+            secured.recv(1)
+
+    for strangers in (shake, lambda raw: raw.sendall(b"GET / HTTP/1.1\r\n\r\n")):
+        ours, theirs = socket.socketpair()
+        thread = threading.Thread(target=_quietly, args=(strangers, theirs))
+        thread.start()
+        with pytest.raises(RemoteProtocolError, match=r"certificate|handshake"):
+            credentials.accept(ours, timeout_s=TIMEOUT_S)
+        thread.join()
+        theirs.close()
+
+
+def _quietly(strangers: Callable[[socket.socket], None], raw: socket.socket) -> None:
+    with suppress(OSError):
+        strangers(raw)
