@@ -18,11 +18,7 @@ from moshpitd.core.exchanges import Exchange, exchange_of, is_question
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.meeting import Meeting
-from moshpitd.core.messages import (
-    Group,
-    Message,
-    NotMember,
-)
+from moshpitd.core.messages import Group, Message, NotMember
 from moshpitd.core.neighbours import Neighbours, Verdicts
 from moshpitd.core.outcome import DISPUTED, Outcome, Reason, Status
 from moshpitd.core.state import State
