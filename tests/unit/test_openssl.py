@@ -218,6 +218,7 @@ def test_an_error_that_others_left_behind_is_not_this_links(tmp_path: Path) -> N
     with linked(tmp_path, True, True) as (dialler, listener):
         openssl._lib.ERR_put_error(openssl._lib.ERR_LIB_EVP, 0, 1, openssl._ffi.NULL, 0)
         assert dialler.stream._tls.read(memoryview(bytearray(5))) == (0, True)
+        assert openssl._lib.ERR_peek_error() == 0
         both_ways(dialler.stream, listener.stream)
 
 
