@@ -31,12 +31,11 @@ try:
 
     _lib, _ffi = getattr(_pyopenssl, "_lib"), getattr(_pyopenssl, "_ffi")  # noqa: B009
     _NEEDED = (_lib.SSL_read, _lib.SSL_write, _lib.BIO_read, _lib.BIO_write, _ffi.from_buffer)
-    _CLEARS = (_lib.SSL_CTX_clear_mode, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE)
-    _CLEARS += (_lib.ERR_clear_error,)
+    _CLEARS = (_lib.SSL_CTX_clear_mode, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE, _lib.ERR_clear_error)
     _probe: _Any = _pyopenssl.Connection(_pyopenssl.Context(_pyopenssl.TLS_METHOD), None)
     _PRIVATE = (_probe._ssl, _probe._into_ssl, _probe._from_ssl, _probe._raise_ssl_error)
-    _PRIVATE += (_probe.get_context()._context,)
-    del _probe, _PRIVATE  # they were only looked up
+    _INNER = _probe.get_context()._context
+    del _probe, _PRIVATE, _INNER  # they were only looked up
     SSL, _version = _pyopenssl, int(_pyopenssl.OPENSSL_VERSION_NUMBER)
 except (ImportError, AttributeError):
     pass
