@@ -311,13 +311,17 @@ V3 static int half_encode(const float *values, const float *added, float *left, 
 {
     ptrdiff_t blocks = (numel + HALF_BLOCK - 1) / HALF_BLOCK;
     uint16_t *codes = (uint16_t *)(payload + blocks * 4);
+    /* Who writes over what is read cannot read it again after a wrong guess. */
+    int over = (left && (left == values || left == added)) ||
+               (decoded && (decoded == values || decoded == added));
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t start = block * HALF_BLOCK;
         ptrdiff_t count = numel - start < HALF_BLOCK ? numel - start : HALF_BLOCK;
         const float *more = added ? added + start : NULL;
         float *rest = left ? left + start : NULL, *told = decoded ? decoded + start : NULL;
         float low, high, scale = last_scale;
-        if (!alike || !half_guessed(values + start, more, rest, told, codes + start, count, scale)) {
+        if (over || !alike ||
+            !half_guessed(values + start, more, rest, told, codes + start, count, scale)) {
             uint32_t largest = half_look(values + start, more, room, count, &low, &high);
             if (largest > LARGEST_BITS)
                 return 1;

@@ -15,7 +15,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
 
 _Any = Any  # neither package types what is below its surface
@@ -27,10 +27,15 @@ _ffi: _Any = None
 _version = 0
 try:
     from OpenSSL import SSL as _pyopenssl
+    from OpenSSL import crypto as _crypto
 
     _lib, _ffi = getattr(_pyopenssl, "_lib"), getattr(_pyopenssl, "_ffi")  # noqa: B009
     _NEEDED = (_lib.SSL_read, _lib.SSL_write, _lib.BIO_read, _lib.BIO_write, _ffi.from_buffer)
-    _CLEARS = (_lib.SSL_CTX_clear_mode, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE)
+    _CLEARS = (_lib.SSL_CTX_clear_mode, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE, _lib.ERR_clear_error)
+    _probe: _Any = _pyopenssl.Connection(_pyopenssl.Context(_pyopenssl.TLS_METHOD), None)
+    _PRIVATE = (_probe._ssl, _probe._into_ssl, _probe._from_ssl, _probe._raise_ssl_error)
+    _INNER = _probe.get_context()._context
+    del _probe, _PRIVATE, _INNER  # they were only looked up
     SSL, _version = _pyopenssl, int(_pyopenssl.OPENSSL_VERSION_NUMBER)
 except (ImportError, AttributeError):
     pass
@@ -71,8 +76,10 @@ class Context:
         context.use_certificate(load_pem_x509_certificate(certificate_pem.encode()))
         context.use_privatekey(key)
         context.set_verify(SSL.VERIFY_PEER, lambda *_: True)
-        # Links live long: no session is ever resumed.
+        # Links live long: no session is ever resumed. A ticket that carries its session needs no
+        # cache, and who came back with one would be refused for it.
         context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
+        context.set_options(SSL.OP_NO_TICKET)
         _lib.SSL_CTX_clear_mode(context._context, _lib.SSL_MODE_ENABLE_PARTIAL_WRITE)
         self._context = context
 
@@ -89,6 +96,7 @@ class Incoming:
     """Ciphertext from the wire, as an ssl.MemoryBIO."""
 
     def __init__(self, connection: _Any) -> None:
+        self._owner = connection  # the memory is freed with it
         self._bio = connection._into_ssl
 
     def write(self, ciphertext: memoryview) -> int:
@@ -105,6 +113,7 @@ class Outgoing:
     """Ciphertext for the wire. What `read` returns is valid until its next call."""
 
     def __init__(self, connection: _Any) -> None:
+        self._owner = connection
         self._bio = connection._from_ssl
         self._room = bytearray(ROOM_BYTES)
 
@@ -124,11 +133,13 @@ class Conversation:
         self.incoming, self.outgoing = Incoming(connection), Outgoing(connection)
 
     def do_handshake(self) -> None:
+        _lib.ERR_clear_error()
         self._told(self._connection.do_handshake)
 
     def getpeercert(self, binary_form: bool) -> bytes | None:
-        certificate = self._connection.get_peer_certificate(as_cryptography=True)
-        return None if certificate is None else certificate.public_bytes(Encoding.DER)
+        # As it came, not parsed: what is wrong with it is for `proven_peer_id` to say.
+        certificate = self._connection.get_peer_certificate()
+        return None if certificate is None else _dumped(certificate)
 
     def cipher(self) -> tuple[str, str, int] | None:
         name = self._connection.get_cipher_name()
@@ -139,6 +150,7 @@ class Conversation:
     def read(self, view: memoryview) -> tuple[int, bool]:
         """All that is there, up to the length of the view, and whether more may come."""
         room = _ffi.from_buffer(view, require_writable=True)
+        _lib.ERR_clear_error()  # this thread's; what others left there would be taken for ours
         got, why = _read_records(self._ssl, room, len(view))
         if why in (0, _lib.SSL_ERROR_WANT_READ):
             return got, True
@@ -148,6 +160,7 @@ class Conversation:
         raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"error {why}")
 
     def write(self, view: memoryview) -> int:
+        _lib.ERR_clear_error()
         count = int(_lib.SSL_write(self._ssl, _ffi.from_buffer(view), len(view)))
         if count <= 0:
             self._told(lambda: self._connection._raise_ssl_error(self._ssl, count))
@@ -155,6 +168,7 @@ class Conversation:
 
     def unwrap(self) -> None:
         """Both closing alerts, ours first."""
+        _lib.ERR_clear_error()
         if not self._told(self._connection.shutdown):
             self._told(self._connection.shutdown)
 
@@ -200,6 +214,10 @@ def _drained(bio: _Any, room: bytearray) -> bytes:
     while (count := _read(bio, room)) > 0:
         found += bytes(memoryview(room)[:count])
     return found
+
+
+def _dumped(certificate: _Any) -> bytes:
+    return bytes(_crypto.dump_certificate(_crypto.FILETYPE_ASN1, certificate))
 
 
 def _words(error: Exception) -> str:

@@ -146,6 +146,30 @@ def test_a_block_that_is_not_like_those_before_it(
 
 
 @pytest.mark.parametrize("name", ["float16", "int8"])
+def test_what_is_left_may_be_written_over_what_was_added(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a block whose scale is not the guessed one: it is read twice then."""
+    codec, block = codec_for(name, "float32"), 131_072
+    generator = torch.Generator().manual_seed(4)
+    usual = torch.randn(block, generator=generator).clamp(-4.5, 4.5)
+    usual[7] = 4.5
+    values = torch.cat([usual, usual, usual, usual * 1e6, usual * 1e-6])
+    added = torch.randn(values.numel(), generator=generator) * 1e-5
+    made = []
+    for _ in range(2):
+        kept, over, told = added.clone(), values.clone(), torch.empty_like(values)
+        payload = torch.zeros(codec.payload_bytes(values.numel(), "float32"), dtype=torch.uint8)
+        again = payload.clone()
+        codec.encode_fed(values, payload, added=kept, left=kept, decoded=told)
+        codec.encode_fed(over, again, added=added, left=over)
+        made.append((payload, kept, told, again, over))
+        monkeypatch.setattr(kernels, "BUILT", False)
+    for quick, plain in zip(*made, strict=True):
+        assert torch.equal(quick, plain)
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
 def test_without_feedback_the_payload_is_the_same_too(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from moshpitd.errors import LinkBroken, RemoteProtocolError
 from moshpitd.net import openssl
@@ -164,6 +169,57 @@ def test_who_has_no_certificate_or_speaks_no_tls_is_refused(faster: bool, tmp_pa
             credentials.accept(ours, timeout_s=TIMEOUT_S)
         thread.join()
         theirs.close()
+
+
+@pytest.mark.parametrize("faster", [True, False], ids=str)
+def test_a_certificate_that_no_parser_takes_proves_nobody(faster: bool, tmp_path: Path) -> None:
+    """Version 8: OpenSSL lets it pass, cryptography raises something of its own."""
+    credentials = of_identity(Identity.load_or_create(tmp_path / "a"), faster)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "x")])
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 7, begin, begin.replace(2050))
+    sealed = bytearray(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER))
+    sealed[sealed.index(b"\xa0\x03\x02\x01\x02") + 4] = 7
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    (tmp_path / "pem").write_text(ssl.DER_cert_to_PEM_cert(bytes(sealed)) + pem)
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+    stranger.load_cert_chain(tmp_path / "pem")
+    with ThreadPoolExecutor(1) as pool:
+        ours, theirs = socket.socketpair()
+        theirs.settimeout(TIMEOUT_S)
+        pool.submit(_quietly, lambda raw: stranger.wrap_socket(raw).recv(1), theirs)
+        with pytest.raises(RemoteProtocolError, match="version"):
+            credentials.accept(ours, timeout_s=TIMEOUT_S)
+        assert ours.fileno() == -1
+
+
+def test_who_comes_back_with_a_session_shakes_hands_anew(tmp_path: Path) -> None:
+    listener = of_identity(Identity.load_or_create(tmp_path / "a"), True)
+    dialler = of_identity(Identity.load_or_create(tmp_path / "b"), False)
+    session: ssl.SSLSession | None = None
+    for _ in range(2):
+        ours, theirs = socket.socketpair()
+        theirs.settimeout(TIMEOUT_S)
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(listener.accept, ours, timeout_s=TIMEOUT_S)
+            with dialler.client_context.wrap_socket(theirs, session=session) as secured:
+                proven = coming.result(TIMEOUT_S)
+                proven.stream.write((memoryview(b"x"),))
+                assert secured.recv(1) == b"x"
+                assert not secured.session_reused
+                session = secured.session
+            assert proven.peer_id == dialler.peer_id
+        ours.close()
+
+
+def test_an_error_that_others_left_behind_is_not_this_links(tmp_path: Path) -> None:
+    with linked(tmp_path, True, True) as (dialler, listener):
+        openssl._lib.ERR_put_error(openssl._lib.ERR_LIB_EVP, 0, 1, openssl._ffi.NULL, 0)
+        assert dialler.stream._tls.read(memoryview(bytearray(5))) == (0, True)
+        assert openssl._lib.ERR_peek_error() == 0
+        both_ways(dialler.stream, listener.stream)
 
 
 def _quietly(strangers: Callable[[socket.socket], None], raw: socket.socket) -> None:
