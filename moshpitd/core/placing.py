@@ -281,7 +281,7 @@ class Place:
         needed = min(2, sight.swarm.living(sight.schema))
         ours = rank(self.shape)
         good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
-        # Nobody else is where we are; or only newcomers, as we are one, with no rounds to finish.
+        # Nobody else is where we are, or only newcomers like us: no round is finished there.
         left = self.shape not in voices or not self.met
         newer = [
             it
