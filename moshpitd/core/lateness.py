@@ -6,7 +6,8 @@ whoever takes far longer than that is told so in the reducers' Parity. Told by m
 a row, it offers only as many parts as it can bring in the others' time, others in each round, and
 says at once which will not come (`Without`), so that nobody waits for them and nothing is sent in
 vain. What it offers grows again while it is in time. The reducer's own bound is for those that are
-slow and do not know it yet: beyond it they are left out of the parts that they have not delivered.
+slow and do not know it: as long beyond the others as a silent one is waited for, and they are left
+out of the parts that they have not delivered.
 
 One rule: being late is no fault. It is judged only against what most others needed at the same
 reducer, only when we listen (a starved judge finds nobody late), and never sooner than silence
@@ -183,7 +184,7 @@ class Lateness:
             # Of whom nothing came yet we do not know that it has begun.
             begun = lane.first_at if lane.parts_in else None
             since = self.started if lane.slow else begun
-            if since is not None and self._late(index, lane, needed, since):
+            if since is not None and self._late(index, lane, needed, since, leave_out=True):
                 self._find(index, lane, needed)
                 late.append(index)
         return late
@@ -208,13 +209,18 @@ class Lateness:
         spread = median(abs(one - middle) for one in done)
         return max(done[most - 1], min(done[-1], middle + DEVIATIONS * spread))
 
-    def _late(self, index: int, lane: Lane, needed: float, since: float) -> bool:
-        took = self.st.now - since
+    def _late(
+        self, index: int, lane: Lane, needed: float, since: float, *, leave_out: bool = False
+    ) -> bool:
+        """`leave_out`: not to be told of, but out of this round. Four daemons that start on two
+        cores are three times apart in their first round, and none of them is slow; so that takes as
+        long as one that sends nothing is waited for."""
+        took, params = self.st.now - since, self.st.params
         if lane.slow:
             return self.looks >= SLACK_LOOKS and took > SLACK * needed
-        patience = self.quiet.limit_s(self.st.group.members[index].peer_id)
-        bound = max(needed * self.st.params.slow_ratio, needed + patience)
-        return self.looks >= LOOKS and took > bound
+        quiet_s = self.quiet.limit_s(self.st.group.members[index].peer_id)
+        patience = params.part_timeout_s if leave_out else quiet_s
+        return self.looks >= LOOKS and took > max(needed * params.slow_ratio, needed + patience)
 
     def _find(self, index: int, lane: Lane, needed: float) -> None:
         if index in self.found:
@@ -233,7 +239,7 @@ class Lateness:
         st.lanes[sender].says_late = late
         for index, share in enumerate(late[: len(st.lanes)]):
             if 0 <= share < WHOLE:
-                st.lanes[index].slow = True
+                st.lanes[index].named = True
 
     def patience_s(self, exchange_s: float) -> float:
         """How long the last messages are waited for that are still missing."""
@@ -253,7 +259,8 @@ class Lateness:
 
     def _lags(self, index: int) -> bool:
         peer_id = self.st.group.members[index].peer_id
-        return self.st.lanes[index].slow or self.offer.lags(peer_id)
+        lane = self.st.lanes[index]
+        return lane.slow or lane.named or self.offer.lags(peer_id)
 
     def learn(self, *, until: float) -> None:
         """The round has ended here; our results stay until then."""

@@ -45,9 +45,9 @@ class Params:
     """
     slow_ratio: float = 3.0
     """A member that needs so many times what most others need to deliver its contribution (and
-    longer than silence would be borne) is slow: it is left out of the parts that it has not
-    delivered, and offers fewer. Three: peers of uneven links within that are waited for, and a
-    stopped one may cost a round as much. 1e6 waits for everybody."""
+    longer than silence would be borne) is slow: told so twice in a row it offers fewer parts, and
+    at `part_timeout_s` beyond the others it is left out of those that it has not delivered. Three:
+    peers of uneven links within that are waited for. 1e6 waits for everybody."""
     result_timeout_s: float = 25.0
     """A reducer that delivers nothing for so long is given up; it may itself be waiting for a
     silent sender."""

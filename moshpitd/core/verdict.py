@@ -24,7 +24,8 @@ class Lane:
     owes_results: int = 0
     parity: bytes | None = None
     parity_without: int = 0
-    slow: bool = False  # it takes far longer than the others, as it says itself or one of them does
+    slow: bool = False  # it takes far longer than the others, as it says itself
+    named: bool = False  # as another member says
     first_at: float = 0.0  # its first contribution to a part of ours was here
     part_at: float = 0.0  # and its last so far
     parts_in: int = 0

@@ -95,6 +95,8 @@ async def test_a_lossy_codec_sends_what_the_model_says_and_the_wire_carries_it()
             free_ports(2 * 4),
             averaging__part_bytes=PART_BYTES,
             averaging__codec="float16",
+            network__up_mbps=SLOW_MBPS,
+            network__down_mbps=SLOW_MBPS,
         ) as (swarm, network),
         trainers(swarm, "half", tensors_of(4)) as sessions,
     ):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from moshpitd.client import PartialAverage, Result, TrainerError, attach
 from moshpitd.rpc.calls import Calls
 from moshpitd.tensors.codecs import CODECS, RAW
+from moshpitd.tensors.reduction import examine
 from moshpitd.testing import LocalSwarm
 from tests.kit.swarm import average, same_bits, trainers, until
 
@@ -217,6 +218,10 @@ class Failing:
         RAW.decode(payload, out)
         if self._fails_to_decode(out):
             raise RuntimeError("out of order")
+
+    def decode_examined(self, payload: Tensor, out: Tensor) -> tuple[int | None, float]:
+        self.decode(payload, out)
+        return examine(out)
 
 
 def never(values: Tensor) -> bool:

@@ -279,6 +279,16 @@ def test_who_has_begun_and_is_far_slower_is_left_out_of_what_it_has_not_delivere
     assert not wires.named("peer_lost")
 
 
+def test_one_that_is_some_seconds_late_for_once_is_inside_every_part() -> None:
+    """As on a machine with more daemons than cores, whatever one of the others says of it."""
+    wires = eight(told=False)
+    wires.up[SLOW] = 15 * FAST_S
+    ended = wires.round()
+    assert any(m.late for m in wires.said(Parity) if isinstance(m, Parity))
+    assert all(outcome.status is Status.COMPLETE for outcome, _ in ended.values())
+    assert wires.mixed(SLOW) == list(range(PARTS))
+
+
 def test_nothing_is_late_where_most_are() -> None:
     wires = eight()
     for name in FAST[:4]:
