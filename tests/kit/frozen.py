@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from moshpitd.core.allreduce import Round
 from moshpitd.testing import LocalSwarm
 from tests.kit.processes import DaemonProcess, TrainerProcess
 from tests.kit.swarm import average, same_bits, trainers, until
@@ -61,7 +62,16 @@ async def freeze_and_thaw(
                 number = trainer.ask(fill=6.0, timeout_s=30.0 + frozen_s)
                 running = asyncio.create_task(average(swarm, sessions))
                 peer = swarm.node(0).runs["r"].driver.peer
-                await until(lambda: peer.phase == "exchange", timeout_s=30, what="an exchange")
+
+                def all_began() -> bool:
+                    """Also the daemon: stopped before Begin it would have no stale round."""
+                    work = peer.conductor.work
+                    round_ = work.round if work is not None else None
+                    return isinstance(round_, Round) and all(
+                        lane.spoke for i, lane in enumerate(round_.st.lanes) if i != round_.index
+                    )
+
+                await until(all_began, timeout_s=30, what="an exchange of all three")
                 daemon.signal(signal.SIGSTOP)
                 loop = asyncio.get_running_loop()
                 frozen_at = loop.time()
