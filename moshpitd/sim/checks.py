@@ -236,7 +236,8 @@ class Checks:
         results, group, without = round_.results, round_.group, outcome.parts_without_result
         # One that came at this very instant is not known to the Peer yet.
         present = [part for part in without if round_.placed.get(part, math.inf) < self._now()]
-        if present and outcome.reason is not Reason.PARITY:  # in place, disputed, not to be taken
+        # In place, but disputed or of too few: not to be taken.
+        if present and outcome.accepted and outcome.reason is not Reason.PARITY:
             self.fail(f"has results in place for parts {present}, which it reports without", node)
         parts = [part for part in range(self._options.parts) if part not in without]
         missing = [part for part in parts if part not in results]
