@@ -218,8 +218,9 @@ class Lateness:
         took, params = self.st.now - since, self.st.params
         if lane.slow:
             return self.looks >= SLACK_LOOKS and took > SLACK * needed
-        quiet_s = self.quiet.limit_s(self.st.group.members[index].peer_id)
-        patience = params.part_timeout_s if leave_out else quiet_s
+        patience = params.part_timeout_s
+        if not leave_out:
+            patience = self.quiet.limit_s(self.st.group.members[index].peer_id)
         return self.looks >= LOOKS and took > max(needed * params.slow_ratio, needed + patience)
 
     def _find(self, index: int, lane: Lane, needed: float) -> None:

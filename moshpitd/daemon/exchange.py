@@ -64,7 +64,7 @@ from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.mapped import Rooms, Scratch
-from moshpitd.tensors.reduction import examine
+from moshpitd.tensors.reduction import examine_bucket
 
 log = logging.getLogger(__name__)
 
@@ -204,16 +204,12 @@ class Exchange:
 
     def examine(self, name: str, trainer: str) -> tuple[str | None, float]:
         """(tensor with the first NaN or infinity, norm) of a trainer's bucket. Blocks."""
-        run, squared = self._run(name), 0.0
+        run = self._run(name)
         bucket = run.buckets.get(trainer)
         if bucket is None:
             return None, 0.0
-        for region in run.layout.regions:
-            element, more = examine(run.layout.region_view(bucket.data, region))
-            if element is not None:
-                return run.layout.tensor_in(region, element), 0.0
-            squared += more
-        return None, min(math.sqrt(squared), MAX_NORM)
+        bad, squared = examine_bucket(run.layout, bucket.data)
+        return bad, min(math.sqrt(squared), MAX_NORM)
 
     def counters(self, group_id: bytes) -> tuple[int, int]:
         """(bytes sent, bytes received) of payloads of an open or recently closed round."""

@@ -40,7 +40,7 @@ from moshpitd.daemon.shelf import Shelf
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.mapped import Tensor, bytes_of, fresh, tensor_of, typed
-from moshpitd.tensors.reduction import first_nonfinite
+from moshpitd.tensors.reduction import examine_bucket, first_nonfinite
 from moshpitd.tensors.rules import asysg
 from moshpitd.tensors.slices import copy_quietly
 
@@ -87,11 +87,12 @@ class _Store:
     def parts(self, buffer: Tensor) -> Parts:
         return {part.index: self.layout.part_view(buffer, part) for part in self.layout.parts}
 
-    def copy_of(self, bucket: Bucket) -> Parts:
-        """What the bucket holds now, in memory of our own."""
+    def copy_of(self, bucket: Bucket) -> tuple[Parts, str | None]:
+        """What the bucket holds now, in memory of our own, and the first tensor in it with a NaN or
+        an infinity."""
         memory = fresh(self.layout.nbytes)
         copy_quietly(bucket.data[: self.layout.nbytes], memory)
-        return self.parts(memory)
+        return self.parts(memory), examine_bucket(self.layout, memory)[0]
 
     def value(self, index: int, payload: memoryview) -> Tensor | None:
         """A part as it came, if it can be one: an honest peer sends no NaN."""
@@ -102,14 +103,6 @@ class _Store:
             return None
         value = typed(tensor_of(bytearray(payload)), part.dtype)
         return value if first_nonfinite(value) is None else None
-
-    def spoilt(self, values: Parts) -> str | None:
-        """The first tensor with a NaN or an infinity."""
-        for part in self.layout.parts:
-            element = first_nonfinite(values[part.index])
-            if element is not None:
-                return self.layout.tensor_at(part, element)
-        return None
 
 
 class Storages:
@@ -151,8 +144,8 @@ class Storages:
             with found.lock:
                 if found.shelf.copy:
                     return None
-                copy = found.copy_of(bucket)
-                if (bad := found.spoilt(copy)) is None:
+                copy, bad = found.copy_of(bucket)
+                if bad is None:
                     found.shelf.copy = copy
                 return bad
 
@@ -164,8 +157,8 @@ class Storages:
         store = self._store(run)
         if store is None:
             return None
-        gradient = store.copy_of(bucket)
-        if (bad := store.spoilt(gradient)) is None:
+        gradient, bad = store.copy_of(bucket)
+        if bad is None:
             with store.desk:
                 store.pushes[token] = gradient
         return bad

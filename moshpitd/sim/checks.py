@@ -83,6 +83,7 @@ class Checks:
         self._recent: dict[str, dict[bytes, tuple[float, Round]]] = {}
         self._loaded: dict[str, tuple[float, int]] = {}  # peer -> when it loaded which version
         self._told: dict[int, Record] = {}  # node -> the last record of a Hello, which is bounded
+        self._disputed: set[tuple[str, object, object]] = set()  # (who says so, group in hex, part)
 
     def fail(self, what: str, *nodes: Node, cause: Exception | None = None) -> NoReturn:
         who = ", ".join(node.peer_id for node in nodes)
@@ -145,6 +146,9 @@ class Checks:
             self.meetings.noted(node, effect, self.fail)
             if effect.what not in NOTES:
                 self.fail(f"noted {effect.what!r}, which is not one of NOTES", node)
+            if (effect.what, effect.reason) == ("part_without_result", Reason.PARITY):
+                told = effect.fields
+                self._disputed.add((node.peer_id, told["group"], told["part"]))
             return
         self.meetings.said(node, effect, to)
         match effect:
@@ -234,10 +238,10 @@ class Checks:
         if round_ is None:
             self.fail("reports a round that it did not have lately", node)
         results, group, without = round_.results, round_.group, outcome.parts_without_result
-        # One that came at this very instant is not known to the Peer yet.
+        # One that came at this very instant is not known to the Peer yet; a disputed one stays.
         present = [part for part in without if round_.placed.get(part, math.inf) < self._now()]
-        # In place, but disputed or of too few: not to be taken.
-        if present and outcome.accepted and outcome.reason is not Reason.PARITY:
+        here = node.peer_id, outcome.group_id.hex()
+        if not self._disputed.issuperset((*here, part) for part in present):
             self.fail(f"has results in place for parts {present}, which it reports without", node)
         parts = [part for part in range(self._options.parts) if part not in without]
         missing = [part for part in parts if part not in results]
@@ -383,8 +387,7 @@ class Checks:
         their Parity. Across a partition each side goes on with what it has, which may include what
         came from the other side before, and one that both sides still see has the result of either.
         So has who is in none of the other's averages, because a third lost it alone. These learn of
-        the difference by that Parity; what follows is a repair, and `_compare` sees what it came
-        to."""
+        the difference by that Parity; a repair follows, and `_compare` judges what it came to."""
         told = self._parities.setdefault(group_id, set())
         told.add((node.peer_id, other))
         if (other, node.peer_id) not in told:
@@ -401,13 +404,11 @@ class Checks:
     def _apart(self, group_id: bytes, part: int, one: Payload, other: Payload) -> bool:
         """Was either result made without the reducer of the other, which lives? Of a dead one the
         survivors must have found what it left."""
-        made = self._makers[group_id]
         for here, there in ((one, other), (other, one)):
-            maker, incarnation, index = made.get((part, here.crc), (None, 0, 0))
-            lives = maker is not None and maker.incarnation == incarnation
-            if lives and index not in there.contributors:
+            made = self._makers[group_id].get((part, here.crc))  # None: a liar made it up
+            if made and made[0].incarnation == made[1] and made[2] not in there.contributors:
                 return True
-        return False  # also of bits that a liar made up
+        return False
 
     def placed(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """A result goes into buckets."""

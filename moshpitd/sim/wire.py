@@ -64,25 +64,21 @@ class Wire:
         if self._options.parts_overtake:
             self._world.later(here - now, self._land, sender, other, stamp, call, args)
             return departs
-        arrives = max(here, other.plane.down_free + bits / (other.plane.down_mbps * 1e6))
-        other.plane.down_free = arrives
+        arrives = self._taken(other, here)
         self._world.later(arrives - now, self._arrive, sender, other, stamp, call, args)
         return departs
 
-    def _land(
-        self,
-        sender: tuple[Node, int, float],
-        other: Node,
-        stamp: tuple[bytes, int],
-        call: Callable[..., None],
-        args: tuple[Any, ...],
-    ) -> None:
+    def _taken(self, other: Node, here: float) -> float:
+        """When a part that is at the far end of the link at `here` is through the downlink."""
+        took = 8.0 * self._options.part_bytes / (other.plane.down_mbps * 1e6)
+        other.plane.down_free = max(here, other.plane.down_free + took)
+        return other.plane.down_free
+
+    def _land(self, sender: tuple[Node, int, float], other: Node, *rest: Any) -> None:
         """At the other end of the link: through its downlink in the order in which parts get there,
         or one that a slow sender has queued would hold up all that are sent later."""
-        took = 8.0 * self._options.part_bytes / (other.plane.down_mbps * 1e6)
-        now, plane = self._world.now, other.plane
-        plane.down_free = max(now, plane.down_free + took)
-        self._world.later(plane.down_free - now, self._arrive, sender, other, stamp, call, args)
+        now = self._world.now
+        self._world.later(self._taken(other, now) - now, self._arrive, sender, other, *rest)
 
     def _arrive(
         self,

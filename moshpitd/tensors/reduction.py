@@ -24,6 +24,7 @@ from torch import Tensor
 from moshpitd.errors import LocalProtocolError
 from moshpitd.tensors.dtypes import DTYPES, dtype_name
 from moshpitd.tensors.kernels import address, native, takes
+from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.slices import SLICE_BYTES, scratch, slice_bounds
 
 
@@ -174,6 +175,18 @@ def examine(values: Tensor) -> tuple[int | None, float]:
                 return start + bad, math.nan
             double = piece.double()  # seldom: finite, but the square is too large for float32
             squared = torch.dot(double, double).item()
+        total += squared
+    return None, total
+
+
+def examine_bucket(layout: Layout, buffer: Tensor) -> tuple[str | None, float]:
+    """(name of the tensor with the first NaN or infinity or None, squared Euclidean norm) of all
+    that lies in a buffer of uint8 [layout.nbytes]; the norm counts only if nothing was found."""
+    total = 0.0
+    for region in layout.regions:
+        element, squared = examine(layout.region_view(buffer, region))
+        if element is not None:
+            return layout.tensor_in(region, element), 0.0
         total += squared
     return None, total
 
