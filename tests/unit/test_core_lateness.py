@@ -15,7 +15,8 @@ import pytest
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.lateness import IN_A_ROW, SLACK, Offer
+from moshpitd.core.allreduce import Round
+from moshpitd.core.lateness import IN_A_ROW, SLACK, WHOLE, Offer
 from moshpitd.core.messages import Again, Parity, Without
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
@@ -285,6 +286,25 @@ def test_one_that_is_some_seconds_late_for_once_is_inside_every_part() -> None:
     wires.up[SLOW] = 15 * FAST_S
     ended = wires.round()
     assert any(m.late for m in wires.said(Parity) if isinstance(m, Parity))
+    assert all(outcome.status is Status.COMPLETE for outcome, _ in ended.values())
+    assert wires.mixed(SLOW) == list(range(PARTS))
+
+
+def test_the_word_of_one_reducer_makes_the_others_leave_nobody_out() -> None:
+    """It is the first to be through, and the slow one's other parts are still on their way."""
+    wires = eight(told=False)
+    wires.up[SLOW] = 15 * FAST_S
+
+    def listens(who: str) -> bool:
+        work = wires.nodes[who].peer.conductor.work
+        if work is not None and isinstance(work.round, Round) and who != SLOW:
+            members = [member.peer_id for member in work.round.group.members]
+            late = tuple(WHOLE // 2 if name == SLOW else WHOLE for name in members)
+            work.round.lateness.told(members.index(FAST[who == FAST[0]]), late)
+        return True
+
+    wires.listens = listens
+    ended = wires.round()
     assert all(outcome.status is Status.COMPLETE for outcome, _ in ended.values())
     assert wires.mixed(SLOW) == list(range(PARTS))
 

@@ -320,15 +320,15 @@ def test_no_more_pulls_wait_than_there_may_be_workers() -> None:
 
 def test_invented_workers_cost_no_memory_and_nobody_its_place() -> None:
     node = chief()
-    mine = f"{THIRD}/0"
+    mine, office = f"{THIRD}/0", node.storage.coordinator.office
+    assert office is not None
     for number in range(2 * WORKERS):
         node.hear(OTHER, StorePull(FIRST, f"{OTHER}/{number}", 1))
         node.hear(OTHER, StorePush(FIRST, f"{OTHER}/{number}", 0, 2, 9))
         node.hold(f"{OTHER}/{number}", 0, NAMES)
         node.hear(OTHER, StoreLeave(f"{OTHER}/{number}", 3))
+        assert number == 0 or mine in office.grants  # whoever pulls is one of those heard of last
         node.hear(THIRD, StorePull(FIRST, mine, number + 1))
-    office = node.storage.coordinator.office
-    assert office is not None
     for table in (office.left, office.verdicts, office.grants):
         assert len(table) == WORKERS
     # Who has pulled lately is still known.
