@@ -516,6 +516,32 @@ def test_a_peer_that_remembers_too_much_is_caught() -> None:
         world_of(Hoarder, replace(TWO, peers=1)).run()
 
 
+class Denier(Static):
+    """Reports a part without a result that is in its bucket, in its first round."""
+
+    disputes = False
+
+    def end(self, group_id: bytes, call: Contributed, outcome: Outcome) -> list[Effect]:
+        if self.calls > 1:
+            return super().end(group_id, call, outcome)
+        few = replace(
+            outcome, status=Status.PARTIAL, reason=Reason.SILENT, parts_without_result=(0,)
+        )  # fmt: skip
+        said = {"group": group_id.hex(), "part": 0}
+        dispute = Note("part_without_result", reason=Reason.PARITY.value, fields=dict(said))
+        return [*([dispute] if self.disputes else ()), *super().end(group_id, call, few)]
+
+
+class Disputer(Denier):
+    disputes = True
+
+
+def test_a_result_that_is_in_place_is_not_denied_unless_it_was_disputed() -> None:
+    with pytest.raises(Violation, match=r"has results in place for parts \[0\]"):
+        world_of(Denier).run()
+    assert world_of(Disputer).run().outcomes == {"partial": 2, "complete": 2}
+
+
 # -- damage outside of any peer --------------------------------------------------------------------
 
 
