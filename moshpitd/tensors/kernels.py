@@ -21,7 +21,9 @@ except ImportError:
     native = None  # type: ignore[assignment]
     BUILT = False
 
-__all__ = ["BUILT", "address", "native", "takes"]
+__all__ = ["BUILT", "CPU", "address", "native", "takes"]
+
+CPU = torch.device("cpu")  # where all of it is
 
 
 def takes(*tensors: Tensor | None) -> bool:

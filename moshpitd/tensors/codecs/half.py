@@ -7,33 +7,26 @@ import math
 import torch
 from torch import Tensor
 
-from moshpitd.tensors.codecs.contract import Codec
+from moshpitd.tensors.codecs.compiled import CompiledCodec, Where
 from moshpitd.tensors.codecs.payload import (
     FLOAT32_BYTES,
     LARGEST,
     SLICE,
     TINIEST,
     aligned,
-    aligned_room,
     blocks,
     check_finite,
-    check_flat,
     check_float32,
-    check_payload,
-    checked_norm,
     checked_scales,
-    landed,
     scales_and_codes,
 )
-from moshpitd.tensors.dtypes import dtype_name
-from moshpitd.tensors.kernels import address, native, takes
-from moshpitd.tensors.reduction import examine
+from moshpitd.tensors.kernels import CPU, address, native
 from moshpitd.tensors.slices import scratch, slice_bounds
 
 HALF_BLOCK = SLICE
 
 
-class HalfCodec(Codec):
+class HalfCodec(CompiledCodec):
     """float16 or bfloat16 with one scale per block of 131,072 values (512 KiB of float32).
 
     float16: the scale is the power of two that brings the block's absmax into [2^14, 2^15), because
@@ -51,7 +44,7 @@ class HalfCodec(Codec):
         self.name = name
         self.code = code
         self._dtype = dtype
-        self._scaled = dtype == torch.float16
+        self._scaled = self._compiled = dtype == torch.float16
 
     def payload_bytes(self, numel: int, dtype: str) -> int:
         check_float32(dtype, codec=self.name)
@@ -66,36 +59,15 @@ class HalfCodec(Codec):
         # For float16 the second term of the bound, over a whole block: sqrt(2^17) 2^-39.
         return (2.0**-11 + 2.0**-30) ** 2 if self._scaled else 2.0**-16
 
-    def encode(self, values: Tensor, out: Tensor, *, seed: int = 0) -> int:
-        return self._encode(values, out)
-
-    def encode_fed(
+    def _encode_torch(
         self,
         values: Tensor,
-        out: Tensor,
+        whole: Tensor,
         *,
         added: Tensor | None,
-        left: Tensor,
-        seed: int = 0,
-        decoded: Tensor | None = None,
-    ) -> int:
-        return self._encode(values, out, added=added, left=left, decoded=decoded)
-
-    def _encode(
-        self,
-        values: Tensor,
-        out: Tensor,
-        *,
-        added: Tensor | None = None,
-        left: Tensor | None = None,
-        decoded: Tensor | None = None,
-    ) -> int:
-        size = self.payload_bytes(values.numel(), dtype_name(values.dtype))
-        check_flat(values, out, size, codec=self.name)
-        whole = aligned_room(out, size)
-        if self._scaled and takes(values, whole, added, left, decoded):
-            self._encode_native(values.detach(), whole, added=added, left=left, decoded=decoded)
-            return landed(whole, out)
+        left: Tensor | None,
+        decoded: Tensor | None,
+    ) -> None:
         scales, codes = scales_and_codes(whole, blocks(values.numel(), HALF_BLOCK), self._dtype)
         for block, (start, stop) in enumerate(slice_bounds(values.numel(), step=HALF_BLOCK)):
             piece = values[start:stop].detach()
@@ -115,25 +87,10 @@ class HalfCodec(Codec):
             else:
                 told = _decode_block(codes[start:stop], decoded[start:stop], scale=scale)
                 torch.sub(piece, told, out=left[start:stop])
-        return landed(whole, out)
 
-    def _encode_native(
-        self,
-        values: Tensor,
-        whole: Tensor,
-        *,
-        added: Tensor | None,
-        left: Tensor | None,
-        decoded: Tensor | None,
-    ) -> None:
-        numel = values.numel()
-        room = scratch(min(HALF_BLOCK, numel), torch.float32, values.device, name="fed")
-        finite = native.half_encode(
-            address(values, numel), address(added, numel), address(left, numel),
-            address(decoded, numel), address(whole, whole.numel(), torch.uint8),
-            address(room, 0), numel,
-        )  # fmt: skip
-        check_finite(0.0 if finite else math.nan, codec=self.name)
+    def _encode_compiled(self, where: Where, numel: int) -> bool:
+        room = scratch(min(HALF_BLOCK, numel), torch.float32, CPU, name="fed")
+        return native.half_encode(*where, address(room, 0), numel)
 
     def _encode_block(self, piece: Tensor, codes: Tensor, *, low: float, high: float) -> float:
         absmax = max(-low, high)
@@ -161,12 +118,10 @@ class HalfCodec(Codec):
         exponent = math.frexp(absmax)[1]  # absmax in [2^(e-1), 2^e)
         return math.ldexp(1.0, max(exponent - 15, -126))  # so that 1 / scale is a float32 too
 
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        size = self.payload_bytes(out.numel(), dtype_name(out.dtype))
-        check_payload(payload, size, codec=self.name)
-        if self._scaled and takes(payload, out):
-            self._decode_native(payload, out)
-            return
+    def _decode_compiled(self, payload: int, out: int, numel: int) -> float:
+        return native.half_decode(payload, out, numel)
+
+    def _decode_torch(self, payload: Tensor, out: Tensor) -> None:
         count = blocks(out.numel(), HALF_BLOCK)
         scales, codes = scales_and_codes(aligned(payload), count, self._dtype)
         factors = checked_scales(scales, codec=self.name).tolist()
@@ -174,22 +129,6 @@ class HalfCodec(Codec):
             factors, slice_bounds(out.numel(), step=HALF_BLOCK), strict=True
         ):
             _decode_block(codes[start:stop], out[start:stop], scale=factor)
-
-    def decode_examined(self, payload: Tensor, out: Tensor) -> tuple[int | None, float]:
-        if not (self._scaled and takes(payload, out)):
-            return super().decode_examined(payload, out)
-        size = self.payload_bytes(out.numel(), dtype_name(out.dtype))
-        check_payload(payload, size, codec=self.name)
-        squared = self._decode_native(payload, out)
-        return (None, squared) if math.isfinite(squared) else examine(out)
-
-    def _decode_native(self, payload: Tensor, out: Tensor) -> float:
-        """The squared norm, not finite if a value is not."""
-        numel = out.numel()
-        squared = native.half_decode(
-            address(payload, payload.numel(), torch.uint8), address(out, numel), numel
-        )
-        return checked_norm(squared, codec=self.name)
 
 
 def _decode_block(codes: Tensor, out: Tensor, *, scale: float) -> Tensor:
