@@ -6,8 +6,8 @@ One rule: read from package metadata; nothing is imported to find out.
 from __future__ import annotations
 
 import platform
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from moshpitd.cli.daemon_calls import Json
 from moshpitd.cli.output import console, print_json, table
@@ -23,7 +23,11 @@ def show_version(json: Json = False) -> None:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    found["compiled passes"] = "built" if find_spec("moshpitd._native") else "not built"
+    try:  # a processor that lacks the instructions refuses the file
+        import_module("moshpitd._native")
+        found["compiled passes"] = "built"
+    except ImportError:
+        found["compiled passes"] = "not built"
     if json:
         print_json(found)
         return
