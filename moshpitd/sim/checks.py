@@ -77,8 +77,6 @@ class Checks:
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
         self._results: dict[bytes, dict[str, dict[int, Payload]]] = {}  # by group and peer
         self._parities: dict[bytes, set[tuple[str, str]]] = {}  # group -> (who told, whom)
-        # group -> (part, crc) -> the reducer that made it: node, its incarnation, its index
-        self._makers: dict[bytes, dict[tuple[int, int], tuple[Node, int, int]]] = {}
         # peer -> its last rounds, and when it said Parity in each.
         self._recent: dict[str, dict[bytes, tuple[float, Round]]] = {}
         self._loaded: dict[str, tuple[float, int]] = {}  # peer -> when it loaded which version
@@ -339,8 +337,6 @@ class Checks:
 
     def averaged(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """The dumb twin."""
-        made = self._makers.setdefault(round_.group.group_id, {})
-        made.setdefault((part, payload.crc), (node, node.incarnation, round_.index))
         shares = self._contributions[round_.group.group_id]
         where = self._options.slice_of(part)
         for index in payload.contributors:
@@ -385,9 +381,8 @@ class Checks:
     def _compared(self, node: Node, other: str, group_id: bytes) -> None:
         """Members in each other's final survivor set hold the same bits: both have told the other
         their Parity. Across a partition each side goes on with what it has, which may include what
-        came from the other side before, and one that both sides still see has the result of either.
-        So has who is in none of the other's averages, because a third lost it alone. These learn of
-        the difference by that Parity; a repair follows, and `_compare` judges what it came to."""
+        came from the other side before. Who is in none of the other's averages, because a third
+        lost it alone, learns of the difference by that Parity; what follows is a repair."""
         told = self._parities.setdefault(group_id, set())
         told.add((node.peer_id, other))
         if (other, node.peer_id) not in told:
@@ -398,17 +393,8 @@ class Checks:
         for part in ours.keys() & theirs.keys():
             mine, yours = ours[part], theirs[part]
             inside = they in mine.contributors and we in yours.contributors
-            if inside and mine.crc != yours.crc and not self._apart(group_id, part, mine, yours):
+            if inside and mine.crc != yours.crc:
                 self.fail(f"holds other bits of part {part} than {other}", node)
-
-    def _apart(self, group_id: bytes, part: int, one: Payload, other: Payload) -> bool:
-        """Was either result made without the reducer of the other, which lives? Of a dead one the
-        survivors must have found what it left."""
-        for here, there in ((one, other), (other, one)):
-            made = self._makers[group_id].get((part, here.crc))  # None: a liar made it up
-            if made and made[0].incarnation == made[1] and made[2] not in there.contributors:
-                return True
-        return False
 
     def placed(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """A result goes into buckets."""
