@@ -1,6 +1,6 @@
 """`version`: which software this is, for bug reports.
 
-One rule: read from package metadata; nothing is imported to find out.
+One rule: read from package metadata; only the compiled passes are loaded, which nothing else tells.
 """
 
 from __future__ import annotations
