@@ -36,10 +36,11 @@ TAKEN_MEMORY = 0.98
 
 class Rate:
     """One direction, of one link or of all. `value` is bytes per second, None before the first
-    sample."""
+    sample, and as long as all samples together cover less than `settle_s` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, settle_s: float = 0.0) -> None:
         self.value: float | None = None
+        self._settle_s = settle_s
         self._then: tuple[float, int] | None = None
         self._samples: deque[tuple[float, float]] = deque()  # (seconds, rate)
         self._kept_s = 0.0
@@ -62,6 +63,8 @@ class Rate:
         self._kept_s += seconds
         while len(self._samples) > 1 and self._kept_s > KEEP_BUSY_S:
             self._kept_s -= self._samples.popleft()[0]
+        if self.value is None and self._kept_s < self._settle_s:
+            return
         seen = max(rate for _, rate in self._samples)
         self.value = seen if self.value is None else self.value + SMOOTHING * (seen - self.value)
 

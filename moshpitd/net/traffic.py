@@ -18,6 +18,10 @@ from moshpitd.net.meter import Rate
 RUNS_MAX = 128
 # Peers whose totals are kept after their links ended: more than any group and its snapshots.
 PEERS_MAX = 1024
+# Busy time before a side tells its own rate: others give it parts by what it tells. A round of half
+# a second on a crowded machine gives one sample, and one of 60 % of the line once split the work of
+# two equal peers 1 to 8. Two seconds are eight samples, and the largest of them is what counts.
+SETTLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Traffic:
     """Thread-safe, except that one thread looks."""
 
     def __init__(self) -> None:
-        self.up, self.down = Rate(), Rate()
+        self.up, self.down = Rate(settle_s=SETTLE_S), Rate(settle_s=SETTLE_S)
         self._lock = threading.Lock()
         self._moved: Counter[Moved] = Counter()
         self._runs: set[bytes] = {NO_RUN}

@@ -47,3 +47,9 @@ def test_what_two_links_carry_together_is_told() -> None:
 
 def test_with_a_single_link_there_is_nobody_to_tell_apart() -> None:
     assert seen(Carrying("only", bytes_per_s=6 * MB, count=30 * MB)) == pytest.approx(6 * MB)
+
+
+def test_half_a_round_on_a_crowded_machine_is_no_rate_yet() -> None:
+    """One sample below the line's rate would move parts away from this peer at once."""
+    links = [Carrying(name, bytes_per_s=3 * MB, count=4 * MB) for name in "ab"]
+    assert seen(*links) is None
