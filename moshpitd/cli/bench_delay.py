@@ -1,28 +1,47 @@
 """`bench delay`: steps with neighbours beside a ring all-reduce, where every message takes a while.
 
-One rule: all of them go through the same proxies of one process, in turn, step by step; the median
-of the ring's steps is what the others are held against, and its ideal is printed beside it.
+One rule: daemons and trainers are processes of their own, as anywhere; all systems begin a step at
+the same instant and go through the same proxies, in turn, step by step, so that other load meets
+all of them. A step ends when the last trainer holds its parameters, and one in which anybody missed
+anybody does not count. The median of the ring's steps is what the others are held against, and its
+ideal is printed beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from moshpitd.cli.bench_processes import Worker
+    from moshpitd.cli.demo_processes import Children
+
 TIMES_FASTER = 3.0
-RING, BARRED = "ring all-reduce", ("d-psgd", "low-precision-decentralized")
+RING, AVERAGE = "ring all-reduce", "group average"
+BARRED = ("d-psgd", "low-precision-decentralized")
+SYSTEMS = (RING, *BARRED, AVERAGE)
+SETTINGS = {
+    "averaging.codec": "float32",  # the ring and d-psgd send float32 too
+    "averaging.window_s": 2.0,
+    "averaging.answer_timeout_s": 1.0,
+}
+"""A window for uneven trainers only costs time where all of them run on one machine."""
+PAUSE_S = 0.1
+"""As trainers compute: the acknowledgements of one step are through before the next begins."""
 WARM_UP = 5
 """Steps of each that are not measured: the first meet through the directory and open the links, and
 the neighbours' replicas are exchanged in the second."""
 STEP_S = 60.0  # one step on a busy machine; longer than what ends a step by itself
-WORKER = "moshpitd.testing.bench.delay"
+WORKER, DELAYED = "moshpitd.testing.bench.delay", "moshpitd.testing.bench.delayed"
 
 
 def delay(
-    peers: Annotated[int, typer.Option(help="Nodes, in one process.")] = 8,
+    peers: Annotated[int, typer.Option(help="Daemons, with a trainer each.")] = 8,
     delay_ms: Annotated[float, typer.Option("--delay-ms", help="Of every message, one way.")] = 20,
     params: Annotated[float, typer.Option(help="float32 parameters.")] = 100e3,
     steps: Annotated[int, typer.Option(help="Measured steps of each.")] = 15,
@@ -40,13 +59,13 @@ def delay(
     check_range("--steps", steps, 1, 1000)
     check_writable(json_file)
     before = load()
-    told, ideal_s = _measured(peers, delay_ms / 1e3, int(params), steps)
+    told = _measured(peers, delay_ms / 1e3, int(params), steps)
     report: dict[str, Any] = {
         "peers": peers,
         "delay_s": delay_ms / 1e3,
         "params": int(params),
         "load": {"before": before, "after": load()},
-        "results": results_of(told, ideal_s),
+        "results": results_of(told, ideal_s(peers, delay_ms / 1e3)),
     }
     report |= judged(report["results"])
     _show(report)
@@ -54,39 +73,104 @@ def delay(
     raise typer.Exit(0 if report["passed"] else 1)
 
 
-def _measured(
-    peers: int, delay_s: float, numel: int, steps: int
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Every measured step, and what each system takes at the least."""
-    from moshpitd.cli.bench_processes import START_S, processes, start_worker
-    from moshpitd.cli.demo_processes import free_ports
+def _measured(peers: int, delay_s: float, numel: int, steps: int) -> list[dict[str, Any]]:
+    """Every measured step."""
+    from moshpitd.cli.bench_processes import HEADSTART_S, ask_all, processes
     from moshpitd.cli.output import console
 
-    with processes() as (children, folder):
-        arguments = ["-m", WORKER, "--ports", *map(str, free_ports(2 * peers))]
-        arguments += ["--place", str(folder), "--delay-s", str(delay_s), "--numel", str(numel)]
-        arguments += ["--steps", str(steps), "--warm-up", str(WARM_UP)]
-        worker = start_worker(children, "the nodes' process", arguments, folder / "log")
-        worker.hear(START_S)
-        told: list[dict[str, Any]] = []
-        while (line := worker.hear(STEP_S + delay_s * 100))["event"] == "step":
-            if line["number"] >= 0:
-                told.append(line)
-            note = f"refused: {line['trouble']}" if line["trouble"] else f"{line['seconds']:.3f} s"
-            words = f"step {line['number']}, {line['system']}: {note}"
-            console().print(words, style="dim", markup=False)
-        ideal_s: dict[str, float] = line["ideal_s"]
-        return told, ideal_s
+    told: list[dict[str, Any]] = []
+    with (
+        processes() as (children, folder),
+        _trainers(children, folder, peers, delay_s, numel) as trainers,
+    ):
+        for number in range(-WARM_UP, steps):
+            # Who goes first changes, so that nobody always follows the same other.
+            shift = number % len(SYSTEMS)
+            for system in (*SYSTEMS[shift:], *SYSTEMS[:shift]):
+                time.sleep(PAUSE_S)
+                at = time.monotonic() + HEADSTART_S
+                patience_s = STEP_S + delay_s * 100
+                ends = ask_all(trainers, "step", patience_s=patience_s, system=system, at=at)
+                seconds = max(one["ended"] for one in ends) - min(one["began"] for one in ends)
+                trouble = "; ".join(one["trouble"] for one in ends if one["trouble"])
+                if number >= 0:
+                    told.append({"system": system, "seconds": seconds, "trouble": trouble})
+                note = f"refused: {trouble}" if trouble else f"{seconds:.3f} s"
+                console().print(f"step {number}, {system}: {note}", style="dim", markup=False)
+    return told
+
+
+@contextmanager
+def _trainers(
+    children: Children, folder: Path, peers: int, delay_s: float, numel: int
+) -> Iterator[list[Worker]]:
+    """Trainers at daemons of their own, and in a ring; between any two of them is the delay."""
+    from moshpitd.cli.bench_processes import START_S, Place, Swarm, ask_all, start_worker
+    from moshpitd.cli.demo_processes import free_ports
+
+    ports = free_ports(6 * peers)
+    real, ports = ports[: 3 * peers], ports[3 * peers :]
+    own, rings = real[: 2 * peers], real[2 * peers :]
+    seen, seen_rings = ports[: 2 * peers], ports[2 * peers :]
+    arguments = ["-m", DELAYED, "--host", "127.0.0.1", "--delay-s", str(delay_s)]
+    for port, target in zip((*seen, *seen_rings), real, strict=True):
+        arguments += ["--path", str(port), f"127.0.0.1:{target}"]
+    proxy = start_worker(children, "the delay", arguments, folder / "delay.log")
+    places = [
+        Place(
+            settings={
+                "network.announce": [f"/ip4/127.0.0.1/tcp/{control}"],
+                "network.link_announce": [f"127.0.0.1:{links}"],
+            }
+        )
+        for control, links in zip(seen[::2], seen[1::2], strict=True)
+    ]
+    swarm = Swarm(
+        children, folder, peers=peers, numel=0, settings=SETTINGS, places=places, ports=own
+    )
+    size = ["--peers", str(peers), "--numel", str(numel)]
+    trainers = [
+        start_worker(
+            children, f"trainer {index}", ["-m", WORKER, "--index", str(index), *size],
+            folder / f"trainer-{index}.log",
+        )
+        for index in range(peers)
+    ]  # fmt: skip
+    try:
+        for worker in (proxy, *trainers):
+            worker.hear(START_S)
+        swarm.start()
+        for trainer, port in zip(trainers, rings, strict=True):
+            trainer.ask("listen", port=port)
+        for index, trainer in enumerate(trainers):
+            following = ["127.0.0.1", seen_rings[(index + 1) % peers]]
+            trainer.tell("begin", socket=str(swarm.nodes[index].socket), following=following)
+        for trainer in trainers:
+            trainer.good(trainer.hear(START_S), "begin")
+        yield trainers
+        ask_all(trainers, "end")
+    finally:
+        for worker in (proxy, *trainers):
+            worker.close()
+        swarm.close()
+
+
+def ideal_s(peers: int, delay_s: float) -> dict[str, float]:
+    """Nothing but messages in a row. The ring: reduce-scatter and all-gather. Neighbours, once they
+    have met: the message, and the word that it counts. The average: Join to the leader, its Begin,
+    contribution, result and digest."""
+    found = {RING: 2 * (peers - 1), **dict.fromkeys(BARRED, 2), AVERAGE: 5}
+    return {name: count * delay_s for name, count in found.items()}
 
 
 def results_of(
-    told: Sequence[Mapping[str, Any]], ideal_s: Mapping[str, float]
+    told: Sequence[Mapping[str, Any]], least: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """One entry for each system, in the order of `ideal_s`."""
+    """One entry for each system, in the order of `least`."""
     from moshpitd.cli.bench_figures import median
 
     found = []
-    for system, least_s in ideal_s.items():
+    for system, least_s in least.items():
         mine = [one for one in told if one["system"] == system]
         good = [one["seconds"] for one in mine if not one["trouble"]]
         found.append(

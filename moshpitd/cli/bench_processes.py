@@ -157,15 +157,17 @@ class Swarm:
         numel: int,
         settings: Mapping[str, object] | None = None,
         places: Sequence[Place] = (),
+        ports: Sequence[int] = (),
     ) -> None:
-        """`places`: where each daemon runs, if not simply on this machine."""
+        """`places`: where each daemon runs, if not simply on this machine. `ports`: two for each
+        daemon, for control and links, if somebody must know them before."""
         self.children = children
         self.peer_ids: list[str] = []
         self.trainers: list[Worker] = []
         self._folder, self._numel = folder, numel
         self._settings = dict(settings or {})
         self._places = list(places) or [Place()] * peers
-        ports = free_ports(2 * peers)
+        ports = ports or free_ports(2 * peers)
         self.nodes = [
             Node(
                 index,

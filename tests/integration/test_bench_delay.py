@@ -3,16 +3,18 @@ figure is held against anything here."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
-from moshpitd.cli.bench_delay import judged, results_of
-from moshpitd.cli.demo_processes import free_ports
-from moshpitd.testing.bench.delay import AVERAGE, NEIGHBOURS, Plan, Step, ideal_s, measure
-from moshpitd.testing.bench.ring import RingMember, hops, ring
-from moshpitd.testing.proxied_swarm import proxied_swarm
+from moshpitd.cli.bench_delay import SYSTEMS, ideal_s, judged, results_of
+from moshpitd.testing.bench.ring import RingMember, following, listening, preceding
 from moshpitd.testing.proxy import Proxies
 
 DELAY_S = 0.001
@@ -30,38 +32,46 @@ def test_the_ring_averages_exactly(count: int, numel: int) -> None:
         own.add_(count)  # the second must not see anything of the first
         member.average(own)
 
-    with Proxies() as proxies:
-
-        def path_to(target: str) -> tuple[str, int]:
-            path = proxies.to(target)
+    with Proxies() as proxies, ExitStack() as ends:
+        listeners = [ends.enter_context(listening()) for _ in range(count)]
+        paths = [proxies.to(f"127.0.0.1:{one.getsockname()[1]}") for one in listeners]
+        for path in paths:
             path.slow(DELAY_S)
-            return "127.0.0.1", path.port
-
-        with ring(count, path_to) as members:
-            pairs = zip(members, values, strict=True)
-            threads = [threading.Thread(target=average, args=pair) for pair in pairs]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        dialled = [
+            ends.enter_context(following(("127.0.0.1", path.port)))
+            for path in (*paths[1:], paths[0])
+        ]
+        accepted = [ends.enter_context(preceding(listener)) for listener in listeners]
+        members = [
+            RingMember(index, count, following=after, preceding=before)
+            for index, (after, before) in enumerate(zip(dialled, accepted, strict=True))
+        ]
+        pairs = zip(members, values, strict=True)
+        threads = [threading.Thread(target=average, args=pair) for pair in pairs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     expected = torch.stack(first).sum(0).div(count, rounding_mode="floor").float() + count
     for own in values:
         assert torch.equal(own, expected)
 
 
-async def test_every_step_of_every_system_counts() -> None:
-    told: list[Step] = []
-    plan = Plan(delay_s=DELAY_S, numel=3000, steps=2, warm_up=3)
-    async with proxied_swarm(free_ports(2 * 3)) as (swarm, network):
-        await measure(swarm, network, plan, told.append)
-    systems = list(ideal_s(3, DELAY_S))
-    assert systems == ["ring all-reduce", *NEIGHBOURS, AVERAGE]
-    assert ideal_s(3, DELAY_S)["ring all-reduce"] == pytest.approx(hops(3) * DELAY_S)
-    for system in systems:
-        mine = [step for step in told if step.system == system]
-        assert [step.number for step in mine] == [-3, -2, -1, 0, 1]
-        assert all(step.seconds > 0 for step in mine)
-        assert [step.trouble for step in mine if step.number >= 0] == ["", ""], system
+def test_every_step_of_every_system_counts(tmp_path: Path) -> None:
+    """Real daemons and trainers, over a delay. What it exits with is the bars' business."""
+    file = tmp_path / "delay.json"
+    size = ["--peers", "3", "--steps", "2", "--params", "3000", "--delay-ms", "1"]
+    run = subprocess.run(
+        [sys.executable, "-m", "moshpitd.cli.main", "bench", "delay", *size, "--json", str(file)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert file.exists(), run.stdout + run.stderr
+    report = json.loads(file.read_text())
+    assert run.returncode == (0 if report["passed"] else 1)
+    assert [one["system"] for one in report["results"]] == list(SYSTEMS)
+    for one in report["results"]:
+        assert (one["counted"], one["steps"]) == (2, 2), one
+        assert min(one["seconds"]) > 0
 
 
 def test_the_verdict_is_of_steps_that_count() -> None:

@@ -1,4 +1,4 @@
-"""Proxies inside a network namespace, for `bench algorithms`: whoever dials this node from outside
+"""Proxies in front of nodes, for `bench algorithms` and `bench delay`: whoever dials a node there
 meets a delay before it, and one on the way back.
 
 One rule: a namespace's line is capped by the kernel and delayed here, because `netem`, which does

@@ -6,8 +6,8 @@ what arrives is received into where it belongs, and no member waits for anything
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ PATIENCE_S = 30.0
 """For a neighbour's message. It is there a delay after it was sent; a member that is gone must not
 keep the bench for ever."""
 
-Address = tuple[str, int]
+Address = Sequence[Any]  # host and port, also as JSON has it
 
 
 class RingMember:
@@ -68,24 +68,25 @@ def hops(count: int) -> int:
     return 2 * (count - 1)
 
 
-@contextmanager
-def ring(count: int, path_to: Callable[[str], Address]) -> Iterator[Sequence[RingMember]]:
-    """All members, in order. `path_to("HOST:PORT")`: where one dials in order to get there."""
-    with ExitStack() as ending:
-        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        for listener in listeners:
-            ending.enter_context(listener)
-            listener.settimeout(PATIENCE_S)
-        following = []
-        for index in range(count):
-            host, port = listeners[(index + 1) % count].getsockname()
-            dialled = socket.create_connection(path_to(f"{host}:{port}"), timeout=PATIENCE_S)
-            following.append(ending.enter_context(dialled))
-        preceding = [ending.enter_context(listener.accept()[0]) for listener in listeners]
-        for end in (*following, *preceding):
-            end.settimeout(PATIENCE_S)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield [
-            RingMember(index, count, following=following[index], preceding=preceding[index])
-            for index in range(count)
-        ]
+def listening(port: int = 0) -> socket.socket:
+    """Where the preceding member comes in; close it."""
+    listener = socket.create_server(("127.0.0.1", port))
+    listener.settimeout(PATIENCE_S)
+    return listener
+
+
+def following(address: Address) -> socket.socket:
+    """The connection to the following member, dialled at `address`; close it."""
+    host, port = address
+    return _ready(socket.create_connection((host, port), timeout=PATIENCE_S))
+
+
+def preceding(listener: socket.socket) -> socket.socket:
+    """The connection that the preceding member has dialled; close it."""
+    return _ready(listener.accept()[0])
+
+
+def _ready(end: socket.socket) -> socket.socket:
+    end.settimeout(PATIENCE_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return end
