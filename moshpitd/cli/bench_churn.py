@@ -112,6 +112,10 @@ def _show(report: dict[str, Any]) -> None:
             f"{words(report['rounds_ratio'])}; {len(report['faults'])} faults"
         )
     )
+    for short in whole["short"]:
+        nodes = ", ".join(map(str, short["missing"]))
+        said = f"the round that ended at {short['at_s']:.1f} s went without {nodes}"
+        out.print(text(f"{said} (group {short['group_id'][:8]})", "red"))
     for leak in report["leaks"]:
         out.print(text(f"leaked: {leak}", "red"))
     show_bars([Bar(one["what"], one["value"], one["at_most"]) for one in report["bars"]])

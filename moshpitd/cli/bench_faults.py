@@ -152,24 +152,36 @@ class Leg:
             fault.node for fault, began, ended in self.done if began <= at <= ended + RECOVERY_S
         }
 
-    def whole_rounds(self) -> tuple[int, int]:
-        """(rounds with every node inside that had no reason to be missing, all rounds), as the
-        nodes of the first half saw them, each group once."""
-        seen: dict[str, bool] = {}
+    def whole_rounds(self) -> dict[str, Any]:
+        """`seen` rounds, each group once, as the nodes of the first half saw them; `whole`: how
+        many had every node inside that had no reason to be missing; `short`: the others, with the
+        nodes that were missing without one."""
+        seen: set[str] = set()
+        short: dict[str, dict[str, Any]] = {}
         for node in range((len(self.diaries) + 1) // 2):
             for one in self.diaries[node].together(self.began, self.ended):
-                inside = set(one["contributors"])
-                hurt = self.hurt_at(one["at"])
-                expected = {who for i, who in enumerate(self.peer_ids) if i not in hurt}
-                seen.setdefault(one["group_id"], expected <= inside)
-        return sum(seen.values()), len(seen)
+                group = one["group_id"]
+                if group in seen:
+                    continue
+                seen.add(group)
+                inside, hurt = set(one["contributors"]), self.hurt_at(one["at"])
+                expected = set(range(len(self.peer_ids))) - hurt
+                missing = [i for i in sorted(expected) if self.peer_ids[i] not in inside]
+                if missing:
+                    short[group] = {
+                        "at_s": round(one["at"] - self.began, 3),
+                        "group_id": group,
+                        "missing": missing,
+                        "hurt": sorted(hurt),
+                        "status": one["status"],
+                    }
+        return {"whole": len(seen) - len(short), "seen": len(seen), "short": [*short.values()]}
 
 
 def compare(still: Leg, stormy: Leg, leaks: Sequence[str], *, seed: int) -> dict[str, Any]:
     """The report's figures."""
     survivors = stormy.survivors()
-    whole, seen = stormy.whole_rounds()
-    whole_still, seen_still = still.whole_rounds()
+    whole = stormy.whole_rounds()
     loss, loss_undisturbed = stormy.loss(survivors), still.loss(survivors)
     spread = still.loss_spread(survivors)
     beyond = None
@@ -194,8 +206,8 @@ def compare(still: Leg, stormy: Leg, leaks: Sequence[str], *, seed: int) -> dict
         "steps_per_s_undisturbed": still.throughput(survivors),
         "rounds": stormy.rounds(survivors),
         "rounds_undisturbed": still.rounds(survivors),
-        "rounds_whole": {"whole": whole, "seen": seen},
-        "rounds_whole_undisturbed": {"whole": whole_still, "seen": seen_still},
+        "rounds_whole": whole,
+        "rounds_whole_undisturbed": still.whole_rounds(),
         "busy": stormy.busy,
         "busy_undisturbed": still.busy,
         "missed": [diary.missed for diary in stormy.diaries],
@@ -203,7 +215,7 @@ def compare(still: Leg, stormy: Leg, leaks: Sequence[str], *, seed: int) -> dict
     bars = [
         _at_least("steps per second lost", steps, THROUGHPUT_AT_LEAST),
         _at_least("rounds lost", rounds, ROUNDS_AT_LEAST),
-        Bar("rounds without somebody who had no fault", float(seen - whole), 0.0),
+        Bar("rounds without somebody who had no fault", float(len(whole["short"])), 0.0),
         Bar("final loss beyond the undisturbed one, in its spread", beyond, SPREADS),
         Bar("things leaked", float(len(leaks)), 0.0),
         Bar("share of the machine that was busy without faults", still.busy, 0.5),

@@ -106,7 +106,10 @@ def test_a_round_lacks_nobody_who_had_no_fault() -> None:
     for line in (during, after):
         first.hear(line)
         second.hear(line)  # seen by two, counted once
-    assert leg(first, second, diary(), diary(), done=done).whole_rounds() == (1, 2)
+    found = leg(first, second, diary(), diary(), done=done).whole_rounds()
+    assert (found["whole"], found["seen"]) == (1, 2)
+    (short,) = found["short"]
+    assert (short["at_s"], short["missing"], short["hurt"]) == (80.0, [3], [])
 
 
 def test_a_second_life_counts_for_rounds_and_not_for_steps() -> None:
