@@ -41,7 +41,7 @@ demo-all: $(STAMP) ## the demo of every algorithm, one after the other (about 40
 	$(PY) scripts/demo_all.py --json out-all.json
 
 test: check ## everything that must pass before a change lands (chaos has its own target)
-	$(PYTEST) $(PURE_TESTS) -m "not chaos" --cov --cov-report=
+	$(PYTEST) $(PURE_TESTS) -m "not chaos" --cov --cov-report= -n auto --maxprocesses 4 --dist worksteal
 	$(PY) scripts/core_branches.py --at-least 95
 ifneq ($(REAL_TESTS),)
 	$(PYTEST) $(REAL_TESTS) -m "not chaos"

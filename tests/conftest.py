@@ -16,6 +16,9 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests read tables as a pipe gets them, whatever width a shell, or pytest-xdist, has told.
+os.environ.pop("COLUMNS", None)
+
 TESTS = Path(__file__).resolve().parent
 CHAOS_TIMEOUT_S = 600  # a demo of 3 minutes on 2 cores, with room for a loaded machine
 

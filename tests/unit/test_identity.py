@@ -58,7 +58,7 @@ def message_of(data: bytes, key_type: int = 1) -> bytes:
     return bytes(crypto_pb2.PrivateKey(key_type=key_type, data=data).SerializeToString())
 
 
-KEYPAIR = create_new_key_pair()
+KEYPAIR = create_new_key_pair(bytes(range(32)))  # always the same: it is in names of tests
 SEED, PUBLIC = KEYPAIR.private_key.to_bytes(), KEYPAIR.public_key.to_bytes()
 
 
