@@ -26,6 +26,7 @@ from moshpitd.core.presence import EAGER_S
 from moshpitd.core.scale import Scale
 from moshpitd.core.shards import draw
 from moshpitd.core.state import State
+from moshpitd.core.swarm import GOODBYES
 
 MISSED = 2
 """Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
@@ -282,6 +283,22 @@ class Meeting:
                 # One that still takes the results of a round that is over for us comes later.
                 busy = self.state.offer.busy(record.peer_id, now)
                 attempt.add(record, now, waited_for=missed < MISSED and not busy)
+
+    def pointed_at(self, attempt: Attempt, leader: str, now: float) -> None:
+        """Somebody whom we asked follows `leader`, so it is there, though it did not answer us when
+        we last asked: two machines that stood still at overlapping times take each other for gone.
+        One that said goodbye has come back only when it says so itself."""
+        entry = self.state.swarm.heard.get(leader)
+        if (
+            entry is not None
+            and entry.lost is not None
+            and entry.lost not in GOODBYES
+            and leader not in attempt.candidates
+            and entry.record.schema == self.state.record.schema
+            and self.state.place.meets(entry.record)
+            and self.state.refuse(entry.record, now) is not Reason.STRIKES
+        ):
+            attempt.add(entry.record, now)
 
     def is_here(self, record: Record, *, just_now: bool = False) -> bool:
         """Does it stand under our key on the grid, in our round? What it says `just_now` counts

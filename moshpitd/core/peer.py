@@ -276,6 +276,8 @@ class Peer:
             self.asking.asked(sender, message, now)
         elif isinstance(message, MATCHING):
             if work is not None and work.attempt is not None and message.key == work.attempt.key:
+                if isinstance(message, Redirect):
+                    self.conductor.meeting.pointed_at(work.attempt, message.leader, now)
                 work.attempt.receive(sender, message, now)
             elif isinstance(message, Leave) and work is not None and work.round is not None:
                 self.asking.left_late(work.round, sender, message, now)

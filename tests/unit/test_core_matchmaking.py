@@ -429,6 +429,27 @@ def test_two_leaders_that_find_each_other_become_one_group() -> None:
     assert hands.said(Join, sender="b0", to="a0")[-1].followers == ("b1",)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [("p00", "p01"), ("p00", "p04"), ("p03", "p00"), ("p03", "p01"), ("p03", "p04")],
+)
+def test_two_that_had_lost_each_other_meet_through_who_knows_both(first: str, other: str) -> None:
+    """Both machines stood still at overlapping times, so each took the other for gone. The first
+    that is ready leads; the other hears of it only as the leader of those that it asks."""
+    hands = ready(5)
+    hands.settle()
+    for one, gone in ((first, other), (other, first)):
+        assert hands.nodes[one].peer.state.swarm.lose(gone, Reason.NO_ANSWER)
+    hands.contribute(first)
+    hands.run(until_s=hands.now + 1.5)
+    *others, last = [name for name in hands.nodes if name not in (first, other)]
+    for name in (*others, other, last):
+        hands.contribute(name)
+        hands.settle()
+    hands.finish()
+    assert [sorted(group) for group in groups(hands)] == [sorted(hands.nodes)]
+
+
 # -- messages are lost
 
 
