@@ -18,6 +18,7 @@ GIVEN_UP_S = 8.0
 """A silent peer is out after 1.2 s of silence (`silence_min_s`), its parts are taken over, and
 somebody else may be waited for in turn. Below `part_timeout_s` (10 s) and far below
 `result_timeout_s` (25 s), the fixed bounds."""
+LATE = 3  # silences that may come after the end of their round
 MET_S = 90.0
 """p2pd gives a dead connection up after half a minute, and waits up to 20 s between two dials."""
 
@@ -37,7 +38,9 @@ def test_a_peer_whose_links_fall_silent_is_left_out_at_the_adaptive_deadline(fou
     with four as fleet:
         undisturbed_s, round_bytes = fleet.measure()
         everybody, survivors = frozenset(range(4)), frozenset(range(3))
-        for share in (0.3, 0.8):
+        shares, late = [0.8, 0.3], 0
+        while shares:
+            share = shares.pop()
             base = fleet.moved()
             asked = fleet.ask()
             fleet.wait_moved(base, int(share * round_bytes))
@@ -54,7 +57,15 @@ def test_a_peer_whose_links_fall_silent_is_left_out_at_the_adaptive_deadline(fou
                 assert set(fleet.mixes(i)) <= {(number, everybody), (number, survivors)}
             assert fleet.same_bits(survivors)
             alone = fleet.answers(asked, [3])[3]
-            assert alone.status != "complete", str(alone)
+            if alone.status == "complete":
+                # On a crowded machine the links may fall silent after the last part: once more.
+                assert set(fleet.mixes(3)) == {(number, everybody)}
+                late += 1
+                assert late <= LATE, "the round is always over before its links fall silent"
+                shares.append(share)
+                fleet.heal()
+                fleet.settle(rounds=10)
+                continue
             # Means of whoever it heard, in whole parts; it cannot know what the others came to.
             assert all(3 in members for _, members in fleet.mixes(3))
             fleet.whole_round(survivors)
