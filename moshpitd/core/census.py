@@ -19,6 +19,25 @@ class Claim:
 
     versions: list[int] = field(default_factory=list)  # sorted
     founders: dict[str, int] = field(default_factory=dict)  # founder named -> by how many
+    _lowest: str | None = None  # of them, once somebody has asked
+
+    def lowest(self) -> str:
+        if self._lowest is None:
+            self._lowest = min(self.founders)
+        return self._lowest
+
+    def add(self, founder: str) -> None:
+        known = self.founders.get(founder, 0)
+        self.founders[founder] = known + 1
+        if self._lowest is not None and founder < self._lowest:
+            self._lowest = founder
+
+    def remove(self, founder: str) -> None:
+        self.founders[founder] -= 1
+        if not self.founders[founder]:
+            del self.founders[founder]
+            if founder == self._lowest:
+                self._lowest = None
 
 
 @dataclass(slots=True)
@@ -34,8 +53,7 @@ class Census:
         if claim is None:
             claim = self.claims[record.lineage.digest] = Claim()
         insort(claim.versions, record.version)
-        founder = record.lineage.founder
-        claim.founders[founder] = claim.founders.get(founder, 0) + 1
+        claim.add(record.lineage.founder)
         rounds = self.rounds.get(record.shape)
         if rounds is None:
             rounds = self.rounds[record.shape] = []
@@ -43,12 +61,10 @@ class Census:
         self._winner = None
 
     def remove(self, record: Record) -> None:
-        digest, founder = record.lineage.digest, record.lineage.founder
+        digest = record.lineage.digest
         claim = self.claims[digest]
         _discard(claim.versions, record.version)
-        claim.founders[founder] -= 1
-        if not claim.founders[founder]:
-            del claim.founders[founder]
+        claim.remove(record.lineage.founder)
         if not claim.versions:
             del self.claims[digest]
         rounds = self.rounds[record.shape]
@@ -111,7 +127,7 @@ class Census:
         if own.digest not in self.claims:
             best = (False, version)
         for digest, claim in self.claims.items():
-            versions, founder = claim.versions, min(claim.founders)
+            versions, founder = claim.versions, claim.lowest()
             if digest == own.digest:
                 rank = (True, _second(versions, version))
                 founder = min(founder, own.founder)

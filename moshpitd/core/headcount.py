@@ -44,11 +44,32 @@ class Headcount:
     )  # who proposes -> shape, and from which round on
     survey: dict[str, int | None] = field(default_factory=dict)  # shard key -> count, None: asked
     depths: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of the survey -> its keys
+    _voices: tuple[Shape, dict[Shape, list[int]]] | None = None  # since nobody new proposes
 
     @property
     def key(self) -> str:
         """Our shard."""
         return keys_of(self.me, self.depth)[0]
+
+    def propose(self, who: str, held: tuple[Shape, int]) -> None:
+        self.proposals[who] = held
+        self._voices = None
+
+    def voices(self, ours: Shape) -> dict[Shape, list[int]]:
+        """Shapes other than `ours` and not of an earlier epoch -> from which round on each of those
+        that propose it says so."""
+        if self._voices is not None and self._voices[0] is ours:
+            return self._voices[1]
+        voices: dict[Shape, list[int]] = {}
+        for shape, since in self.proposals.values():
+            if shape is not ours and shape.epoch >= ours.epoch:
+                voices.setdefault(shape, []).append(since)
+        self._voices = (ours, voices)
+        return voices
+
+    def seconded(self, shape: Shape) -> int:
+        """How many say that they hold with it."""
+        return sum(1 for held, _ in self.proposals.values() if held is shape or held == shape)
 
     def move(self, depth: int) -> None:
         if depth != self.depth:
@@ -89,6 +110,7 @@ class Headcount:
         """The directory's answer for a shard or for the proposals."""
         if key == SHAPE_KEY:
             epoch = mine.shape.epoch
+            self._voices = None
             for record in records:
                 if record.schema == mine.schema and record.shape.epoch >= epoch:
                     self.proposals[record.peer_id] = (record.shape, record.round)
@@ -97,18 +119,22 @@ class Headcount:
                 latest = sorted(latest, key=lambda it: it[1][0].epoch)[-KEPT:]
             self.proposals = dict(latest)
             return
+        here = key == self.key
+        counts = here or key in self.to_count()
+        if not counts and key not in self.survey:
+            return
         oldest = swarm.census(mine.schema).median_round(mine.round, mine.shape) - STALE_ROUNDS
+        schema, epoch = mine.schema, mine.shape.epoch
         live = [
             record.peer_id
             for record in records
-            if record.schema == mine.schema
-            and (record.round >= oldest or record.shape.epoch > mine.shape.epoch)
+            if record.schema == schema and (record.round >= oldest or record.shape.epoch > epoch)
         ]
         if key in self.survey:
             self.survey[key] = len(live)
-        if key == self.key:
+        if here:
             self.shard = tuple(live)
-        if key == self.key or key in self.to_count():
+        if counts:
             self.counts[key] = len(live)
 
     def peers(self, swarm: Swarm, schema: bytes) -> int:
@@ -125,5 +151,7 @@ class Headcount:
 
     def _living(self, swarm: Swarm) -> float:
         """The share of those recorded in our shard that live, as far as we know them."""
+        if swarm.all_live():
+            return 1.0
         known, lost = swarm.known(self.shard)
         return (known - lost + 1) / (known + 1)

@@ -5,7 +5,7 @@ One rule: a record changes what is known, never what was promised.
 
 from __future__ import annotations
 
-from heapq import nsmallest
+from collections.abc import Sequence
 
 from moshpitd.core import events as ev
 from moshpitd.core.effects import Send
@@ -96,10 +96,12 @@ class Hearing:
         own = hash_of(self.state.peer_id)
         # Most are too far away at first sight: sorting a thousand of them is dear.
         beyond = 64 - max(0, (len(records) // (2 * keep)).bit_length() - 1)
-        near = [it for it in records if not (hash_of(it.peer_id) ^ own) >> beyond]
-        if len(near) < keep:
-            near = list(records)
-        return tuple(nsmallest(keep, near, key=lambda it: hash_of(it.peer_id) ^ own))
+        near: Sequence[Record] = records
+        if beyond < 64:
+            near = [it for it in records if not (hash_of(it.peer_id) ^ own) >> beyond]
+            if len(near) < keep:
+                near = records
+        return tuple(sorted(near, key=lambda it: hash_of(it.peer_id) ^ own)[:keep])
 
     def announced(self, event: ev.Announced, now: float) -> None:
         if event.key == self.state.presence.key:

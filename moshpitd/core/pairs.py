@@ -154,6 +154,8 @@ class Pairs:
         return min(times) if times else None
 
     def tick(self, now: float) -> None:
+        if self.meeting is None and not self.serving:
+            return
         for nonce, served in list(self.serving.items()):
             if not served.done and now >= served.until:
                 self._close(nonce)

@@ -127,10 +127,16 @@ class Peer:
         return effects
 
     def deadline(self) -> float | None:
-        earliest = self.state.presence.deadline()
-        # Asked after every event, and nearly always nothing waits in the last three.
-        for door in (self.conductor, self.calls, self.pairs, self.storage):
-            at = door.deadline()
+        # Asked after every event, and nearly always nothing waits but the first two.
+        times = (
+            self.state.presence.deadline(),
+            self.conductor.deadline(),
+            self.calls.deadline(),
+            self.pairs.deadline(),
+            self.storage.deadline(),
+        )
+        earliest: float | None = None
+        for at in times:
             if at is not None and (earliest is None or at < earliest):
                 earliest = at
         return earliest

@@ -236,10 +236,12 @@ class Place:
             step = 1  # nobody waits for us here
         if abs(median - self.round) < step:
             return
+        ours = self.shape
         rounds = sorted(
             entry.record.round
             for entry in sight.swarm.live(sight.schema)
-            if entry.heard_at >= since and entry.record.shape == self.shape
+            if entry.heard_at >= since
+            and (entry.record.shape is ours or entry.record.shape == ours)
         )
         heard = rounds[len(rounds) // 2] if rounds else self.round
         behind = heard - self.round
@@ -255,21 +257,23 @@ class Place:
         told_at = self.past[-1][0] + self.params.refresh_s / 2
         if not self.met or sight.sweeping or sight.found_at <= told_at:
             return []
+        ours = self.shape
         return sorted(
             entry.record.round
             for entry in map(sight.swarm.heard.get, sight.count.shard)
             if entry is not None
             and entry.lost is None
             and entry.heard_at >= since
-            and entry.record.shape == self.shape
+            and (entry.record.shape is ours or entry.record.shape == ours)
         )
 
     def _company(self, sight: Sight) -> bool:
         """Does anybody stand in our line in our round?"""
-        return any(
-            entry.record.round == self.round and self.meets(entry.record)
-            for entry in sight.swarm.live(sight.schema)
-        )
+        number = self.round
+        for entry in sight.swarm.live(sight.schema):
+            if entry.record.round == number and self.meets(entry.record):
+                return True
+        return False
 
     # -- shapes
 
@@ -277,7 +281,10 @@ class Place:
         if self.params.grid_sides:
             return
         census = sight.swarm.census(sight.schema)
+        proposed = self._proposed(sight.count)
         voices = census.voices()
+        if not proposed and not self.lonely and len(voices) == 1 and self.shape in voices:
+            return  # nearly always: all stand where we do
         needed = min(2, sight.swarm.living(sight.schema))
         ours = rank(self.shape)
         good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
@@ -290,7 +297,7 @@ class Place:
             and (it in good or self._witnessed(it))
             and (left or census.rounds[it][0] <= self.round)
         ]
-        newer += self._proposed(sight.count)
+        newer += proposed
         if not newer and self.lonely:  # they have changed, and we missed when
             newer = [it for it in good if rank(it) > ours]
         if newer:
@@ -304,12 +311,8 @@ class Place:
 
     def _proposed(self, count: Headcount) -> list[Shape]:
         """Newer shapes that have been proposed and hold by now."""
-        voices: dict[Shape, list[int]] = {}
         latest: tuple[Shape, int] | None = None
-        for shape, since in count.proposals.values():
-            if shape.epoch >= self.shape.epoch and shape is not self.shape:
-                voices.setdefault(shape, []).append(since)
-        for shape, rounds in voices.items():
+        for shape, rounds in count.voices(self.shape).items():
             newest = self.shape if latest is None else latest[0]
             if rank(shape) <= rank(newest) or not _valid(shape, self.params):
                 continue
@@ -366,7 +369,7 @@ class Place:
         latest = sight.swarm.round_number(self.round, self.shape, sight.schema)
         at_once = not latest or self.crowd.far(self.peers)
         self.proposal = (shape, 0 if at_once else latest + 1)
-        sight.count.proposals[self.me] = self.proposal
+        sight.count.propose(self.me, self.proposal)
         self.crowd.outside = 0
         self._adopt(sight, now)
 

@@ -179,11 +179,11 @@ class Scale:
         news = held[0].epoch > 0 and (told is None or told[0] != held[0])
         # Also where few are left: those that still hold with the shape of many look here.
         many = place.many() or self.count.depth > 0
+        may = place.proposal is None and news and many and place.seconds(held[0].epoch)
         # Who counts few takes itself for one of the few: enough voices are enough.
-        voices = [shape for shape, _ in self.count.proposals.values() if shape == held[0]]
-        wanted = news and many and len(voices) < SECONDED
-        if place.proposal is None and wanted and place.seconds(held[0].epoch):
-            self.count.proposals[state.peer_id] = place.proposal = held
+        if may and self.count.seconded(held[0]) < SECONDED:
+            place.proposal = held
+            self.count.propose(state.peer_id, held)
         if place.proposal is None:
             return
         shape, since = place.proposal

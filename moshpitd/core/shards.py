@@ -64,6 +64,7 @@ def shard_key(number: int, depth: int) -> str:
     return f"{PEERS_KEY}/{number:0{depth}b}" if depth else PEERS_KEY
 
 
+@lru_cache(maxsize=1 << 15)
 def keys_of(peer_id: str, depth: int) -> tuple[str, ...]:
     """Keys under which the peer's record belongs; the first one is its shard."""
     number = shard_of(peer_id, depth) if depth else 0
@@ -72,6 +73,7 @@ def keys_of(peer_id: str, depth: int) -> tuple[str, ...]:
     return (shard_key(number, depth),)
 
 
+@lru_cache(maxsize=1 << 15)
 def counted(peer_id: str, depth: int) -> tuple[str, ...]:
     """The shards after ours that are counted with it."""
     shards = 1 << depth

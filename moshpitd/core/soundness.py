@@ -35,7 +35,7 @@ def is_sane(record: Record) -> bool:
     sides, coordinates = record.shape.sides, record.coordinates
     if not 0 < len(sides) == len(coordinates) <= 8:
         return False
-    for coordinate, side in zip(coordinates, sides, strict=True):
+    for coordinate, side in zip(coordinates, sides, strict=False):
         if not 0 <= coordinate < side <= MAX_ROUND:
             return False
     return (

@@ -78,9 +78,9 @@ class Standing:
     def others(self) -> list[int]:
         """Members but us that are not out, our right-hand neighbour first: when everybody starts
         there, nobody is flooded by all at once."""
-        count = len(self.lanes)
-        turn = [(self.index + step) % count for step in range(1, count)]
-        return [i for i in turn if self.alive(i)]
+        lanes, after = self.lanes, self.index + 1
+        turn = (*range(after, len(lanes)), *range(self.index))
+        return [i for i in turn if lanes[i].gone is None]
 
     def open_of(self, reducer: int) -> list[int]:
         """Open parts that this member reduces now."""

@@ -109,4 +109,4 @@ class State:
     def note(
         self, what: str, peer: str = "", reason: str = "", detail: str = "", **fields: object
     ) -> None:
-        self.effects.append(Note(what, peer, str(reason), detail, dict(fields)))
+        self.effects.append(Note(what, peer, str(reason), detail, fields))

@@ -174,6 +174,10 @@ class Swarm:
         gone = sum(map(self._gone.__contains__, peer_ids)) if self._gone else 0
         return len(entries) + gone, lost + gone
 
+    def all_live(self) -> bool:
+        """Is nobody known to be lost?"""
+        return not self._gone and len(self.heard) == sum(map(len, self._live.values()))
+
     def expire(self, named: Iterable[str], now: float) -> list[str]:
         """Forget peers not heard of for `heard_fresh_s`, as which counts that the directory has
         `named` them; their ids."""

@@ -85,15 +85,18 @@ class Bulk:
         """The daemon of `node` is dead: whoever had a link to it learns it at once, or (vanished)
         when TCP does."""
         for other in others:
-            if other is node or other.peer is None:
+            plane = other.plane
+            if other is node or not (plane.rounds or plane.incoming or plane.outgoing):
+                continue  # of ten thousand nearly all, between two rounds
+            if other.peer is None:
                 continue
             delay = NOTICE_S if node.vanished else self._links.latency(node.index, other.index)
-            for group_id, round_ in other.plane.rounds.items():
+            for group_id, round_ in plane.rounds.items():
                 if any(member.peer_id == node.peer_id for member in round_.group.members):
                     self._world.later(delay, self._link_broken, other, group_id, node)
             self._snapshots.other_died(other, node, delay)
-        plane = node.plane
-        node.plane = Plane(up_mbps=plane.up_mbps, down_mbps=plane.down_mbps)
+        lost = node.plane
+        node.plane = Plane(up_mbps=lost.up_mbps, down_mbps=lost.down_mbps)
 
     # -- rounds ------------------------------------------------------------------------------------
 

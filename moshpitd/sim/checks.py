@@ -149,9 +149,13 @@ class Checks:
                 self._disputed.add((node.peer_id, told["group"], told["part"]))
             return
         self.meetings.said(node, effect, to)
+        if (
+            isinstance(effect, Send)
+            and isinstance(effect.message, Hello)
+            and effect.message.record is self._told.get(node.index)
+        ):
+            return  # half of all; many are told the same record
         match effect:
-            case Send(message=Hello(record=record)) if record is self._told.get(node.index):
-                pass  # half of all; many are told the same record
             case LoadSnapshot():
                 self._loaded[node.peer_id] = (self._now(), effect.version)
                 self._shares.pop(node.peer_id, None)  # what it holds now is not what it weighed

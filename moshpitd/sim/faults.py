@@ -67,6 +67,8 @@ class Options:
     rounds: int = 1
     """`rounds` of every call: 1, or 0 for a sweep."""
     call_timeout_s: float = 60.0
+    lone_calls: int = 0
+    """So many calls in a row without a group, and the trainer is stuck: a fault; 0: it may be."""
 
     compute_s: float = 3.0
     """Median time between the end of a call and the next."""

@@ -178,7 +178,7 @@ class Life:
         trainer.alive = trainer.attached = True
         trainer.attachments += 1
         trainer.name = f"t{trainer.number}.{trainer.attachments}"
-        trainer.bucket = trainer.values.copy()
+        trainer.bucket, trainer.lone = trainer.values.copy(), 0
         if first and (node.plane.copy is None or node.plane.copy_version <= trainer.version):
             # What the first trainer brings is the node's state, and what a newcomer would get.
             node.plane.copy, node.plane.copy_version = trainer.values.copy(), trainer.version
@@ -285,6 +285,10 @@ class Life:
             trainer.lineage = node.peer.lineage if node.peer is not None else trainer.lineage
         if outcome.group_size > 1:
             self.sizes[outcome.group_size] += 1
+        trainer.lone = 0 if outcome.group_size > 1 else trainer.lone + 1
+        if trainer.lone and trainer.lone == self._options.lone_calls and not self._only(node):
+            calls = ", ".join(str(it.status) for it in trainer.outcomes[-trainer.lone :])
+            self._world.checks.fail(f"is stuck: no group in {trainer.lone} calls ({calls})", node)
         # Whoever is the last one left can only be alone, and who computes for longer than a window
         # while a grid moves on may find its line empty each time: it is enough that its calls end.
         excused = trainer.straggles or self._only(node)

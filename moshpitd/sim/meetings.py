@@ -70,7 +70,9 @@ class Meetings:
         if isinstance(effect, Send):
             message = effect.message
             record = getattr(message, "record", None)
-            if isinstance(record, Record) and record.peer_id == node.peer_id:
+            if record is None or record is self._records.get(node.index):
+                pass  # nearly always
+            elif isinstance(record, Record) and record.peer_id == node.peer_id:
                 self._records[node.index] = record
             if isinstance(message, Declined) and to is not None:
                 self._refused[node.index, to.index] = self._now()

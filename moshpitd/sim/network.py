@@ -28,7 +28,7 @@ class Links:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._base: dict[tuple[int, int], float] = {}
+        self._base: dict[int, float] = {}
         self._jitter = stream(options.seed, "jitter")
         self._loss = stream(options.seed, "loss")
         self._duplicates = stream(options.seed, "duplicates")
@@ -46,10 +46,11 @@ class Links:
 
     def latency(self, one: int, other: int) -> float:
         """One-way base delay, the same in both directions."""
-        pair = (one, other) if one < other else (other, one)
+        low, high = (one, other) if one < other else (other, one)
+        pair = low << 32 | high  # a number takes a third of the room of a pair
         base = self._base.get(pair)
         if base is None:
-            name = f"{self._options.seed}/link/{pair[0]}/{pair[1]}"
+            name = f"{self._options.seed}/link/{low}/{high}"
             number = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
             spread = _NORMAL.inv_cdf((number + 0.5) / 2.0**64)
             base = self._options.latency_s * math.exp(self._options.latency_sigma * spread)

@@ -75,6 +75,7 @@ class Trainer:
     attached: bool = False
     token: str = ""  # of the open call
     calls: int = 0
+    lone: int = 0  # calls in a row that ended without a group
     # What the last outcome said, kept for a re-attachment after the daemon died.
     version: int = 0
     lineage: Lineage = field(default_factory=Lineage)

@@ -71,6 +71,7 @@ def _check(options: Options) -> None:
         ("elements", 1, 1 << 20),
         ("rounds", 0, 8),
         ("goal", 0, 1_000),
+        ("lone_calls", 0, 1_000),
         ("faults_s", 0.0, 1e9),
         ("rate_mbps", 1e-3, 1e9),
         ("clock_rate", 0.0, 0.5),

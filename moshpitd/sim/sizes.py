@@ -17,20 +17,28 @@ def overgrown(peer: object, options: Options) -> tuple[str, int] | None:
     params = options.params
     limit = max(params.max_candidates, options.parts * params.max_group)
     seen: list[object] = []
-    pending: list[tuple[str, object]] = [(type(peer).__name__, peer)]
+    pending: list[tuple[tuple[Any, ...], object]] = [((type(peer).__name__,), peer)]
     while pending:
         path, value = pending.pop()
         if isinstance(value, CONTAINERS):
             if len(value) > limit:
-                return path, len(value)
+                return _spelled(path), len(value)
             inner = value.values() if isinstance(value, dict) else value
-            pending += [(f"{path}[]", one) for one in inner if _is_worth_it(one)]
+            pending += [((path, "[]"), one) for one in inner if _is_worth_it(one)]
         else:
-            parts = [(f"{path}.{name}", it) for name, it in _parts(value) if _is_worth_it(it)]
+            parts = [((path, name), it) for name, it in _parts(value) if _is_worth_it(it)]
             if parts and not any(value is other for other in seen):
                 seen.append(value)
                 pending += parts
     return None
+
+
+def _spelled(path: tuple[Any, ...]) -> str:
+    """(((Peer,), state), []) is Peer.state[]: put into words only where it is needed."""
+    if len(path) == 1:
+        return str(path[0])
+    before, name = path
+    return _spelled(before) + (name if name == "[]" else f".{name}")
 
 
 _GROWS: dict[type, bool] = {}
@@ -41,11 +49,12 @@ def _is_worth_it(value: object) -> bool:
     """Containers, and objects of ours that change; what cannot change has been checked when it was
     received."""
     kind = type(value)
-    if kind not in _GROWS:
+    known = _GROWS.get(kind)
+    if known is None:
         made = getattr(kind, "__dataclass_params__", None)
         ours = kind.__module__.startswith("moshpitd.") and (made is None or not made.frozen)
-        _GROWS[kind] = ours or issubclass(kind, CONTAINERS)
-    return _GROWS[kind]
+        known = _GROWS[kind] = ours or issubclass(kind, CONTAINERS)
+    return known
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
@@ -53,6 +62,7 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
     if kind not in _SLOTS:
         _SLOTS[kind] = tuple(n for base in kind.__mro__ for n in getattr(base, "__slots__", ()))
     for name in _SLOTS[kind]:
-        if hasattr(value, name):
-            yield name, getattr(value, name)
+        it = getattr(value, name, None)
+        if it is not None:
+            yield name, it
     yield from getattr(value, "__dict__", {}).items()

@@ -46,6 +46,7 @@ STALE_TAIL = 4.0
 of it earlier."""
 
 Watcher: TypeAlias = Callable[[Node, Event | Effect], None]
+_STAMP = struct.Struct("<dI")
 _CODE = {kind: str(number) for number, kind in enumerate((*get_args(Event), *get_args(Effect)))}
 _MESSAGE = {kind: str(number) for number, kind in enumerate(MESSAGES)}
 
@@ -103,17 +104,17 @@ class World:
 
     def run_until(self, done: Callable[[], bool], *, bound_s: float) -> None:
         """Until `done()`, which must come true within `bound_s` from now."""
-        end = self.now + bound_s
+        end, heap, after_event = self.now + bound_s, self._heap, self.checks.after_event
         while not done():
-            if not self._heap or self._heap[0][0] > end:
+            if not heap or heap[0][0] > end:
                 late = self.life.late() or self.nodes
                 self.checks.fail(
                     f"did not get there within {bound_s} s ({len(late)} nodes)", *late[:3]
                 )
-            self.now, _, call, args = heapq.heappop(self._heap)
+            self.now, _, call, args = heapq.heappop(heap)
             self._steps += 1
             call(*args)
-            self.checks.after_event()
+            after_event()
 
     def report(self) -> Report:
         self.meters.sample(self.life.living)
@@ -156,7 +157,11 @@ class World:
             return
         self._events += 1
         node.story.append((self.now, event))
-        node.clock = max(node.clock, node.clock_at(self.now), at_least)
+        clock = node.clock_at(self.now)
+        if clock > node.clock:
+            node.clock = clock
+        if at_least > node.clock:
+            node.clock = at_least
         try:
             peer.handle(event, node.clock)
             effects = peer.take_effects()
@@ -169,8 +174,12 @@ class World:
             if node.incarnation != incarnation:
                 return  # a watcher killed it between two effects
             node.story.append((self.now, effect))
-            self.checks.effect(node, effect, self._addressee(effect))
-            self._perform(node, effect)
+            to = self._by_id.get(effect.to) if isinstance(effect, Send) else None
+            self.checks.effect(node, effect, to)
+            if isinstance(effect, Send):
+                self._send(node, effect, to)
+            else:
+                self._perform(node, effect)
         self._arm(node, peer)
 
     def rearm(self, node: Node) -> None:
@@ -181,13 +190,8 @@ class World:
 
     # -- effects -----------------------------------------------------------------------------------
 
-    def _addressee(self, effect: Effect) -> Node | None:
-        return self._by_id.get(effect.to) if isinstance(effect, Send) else None
-
     def _perform(self, node: Node, effect: Effect) -> None:
-        if isinstance(effect, Send):
-            self._send(node, effect)
-        elif isinstance(effect, Note):
+        if isinstance(effect, Note):
             self._notes[effect.what] += 1
             self.meters.noted(node, effect)
         elif isinstance(effect, Announce):
@@ -202,24 +206,24 @@ class World:
                 self.meters.opened(node, group, self._by_id.get(group.leader), self.life.living)
             self.bulk.handle(node, effect)
 
-    def _send(self, node: Node, effect: Send) -> None:
+    def _send(self, node: Node, effect: Send, to: Node | None) -> None:
         if node.liar is None:
-            self._send_to(node, effect.to, effect.message)
+            self._send_to(node, effect.to, to, effect.message)
             return
-        for to, message in node.liar.says(effect.to, effect.message):
-            self._send_to(node, to, message)
+        for other, message in node.liar.says(effect.to, effect.message):
+            self._send_to(node, other, self._by_id.get(other), message)
 
-    def _send_to(self, node: Node, to: str, message: Message) -> None:
-        other = self._by_id.get(to)
+    def _send_to(self, node: Node, to: str, other: Node | None, message: Message) -> None:
         if other is None:
             self.post(0.0, node, Undelivered(to, message))
             return
-        delay, fate = self.links.delay(node.index, other.index), self.links.fate()
-        if not self.links.reaches(node.index, other.index):
-            if self.links.is_told():
+        links = self.links
+        delay, fate = links.delay(node.index, other.index), links.fate()
+        if not links.reaches(node.index, other.index):
+            if links.is_told():
                 self.post(DIAL_TIMEOUT_S, node, Undelivered(to, message))
         elif not fate:
-            for after in self.links.delays(delay):
+            for after in links.delays(delay):
                 self.later(after, self._deliver, node, node.incarnation, other, message)
         elif fate == "reported":
             self.post(REPORT_S, node, Undelivered(to, message))
@@ -309,21 +313,21 @@ class World:
     def _remember(self, node: Node, event: Event, effects: list[Effect]) -> None:
         """Fold into the digest what happened: enough of each event and effect that no two different
         runs agree."""
-        line = [_CODE[type(event)]]
+        said = _CODE[type(event)]
         if isinstance(event, Received):
-            line.append(f"{event.sender} {_MESSAGE[type(event.message)]}")
+            said += f"\n{event.sender} {_MESSAGE[type(event.message)]}"
         for effect in effects:
             if isinstance(effect, Send):
-                line.append(f"{effect.to} {_MESSAGE[type(effect.message)]}")
+                said += f"\n{effect.to} {_MESSAGE[type(effect.message)]}"
             elif isinstance(effect, Note):
-                line.append(f"{effect.what} {effect.peer} {effect.reason} {effect.detail}")
+                said += f"\n{effect.what} {effect.peer} {effect.reason} {effect.detail}"
             elif isinstance(effect, Finish):
                 trainer = node.trainer(effect.trainer)
                 bits = digest_of(trainer.bucket).hex() if trainer else ""
-                line.append(f"{effect.token} {effect.outcome} {bits}")
+                said += f"\n{effect.token} {effect.outcome} {bits}"
             else:
-                line.append(_CODE[type(effect)])
-        self._digest.update(struct.pack("<dI", self.now, node.index) + "\n".join(line).encode())
+                said += f"\n{_CODE[type(effect)]}"
+        self._digest.update(_STAMP.pack(self.now, node.index) + said.encode())
 
 
 def _production(params: Params, peer_id: str, rng: Random, life: int) -> Participant:

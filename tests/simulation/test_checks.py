@@ -516,6 +516,18 @@ def test_a_peer_that_remembers_too_much_is_caught() -> None:
         world_of(Hoarder, replace(TWO, peers=1)).run()
 
 
+@pytest.mark.parametrize("peers", [1, 2])
+def test_a_trainer_that_finds_no_group_for_long_is_stuck_unless_nobody_else_is_there(
+    peers: int,
+) -> None:
+    world = world_of(Echo, replace(TWO, peers=peers, lone_calls=3))
+    if peers == 1:
+        world.run()
+        return
+    with pytest.raises(Violation, match="is stuck: no group in 3 calls"):
+        world.run()
+
+
 class Denier(Static):
     """Reports a part without a result that is in its bucket, in its first round."""
 

@@ -331,7 +331,7 @@ def place_of(peers: int, *, epoch: int = 1, round_number: int = 5) -> tuple[Plac
 
 def propose(sight: Sight, shape: Shape, since: int, *voices: str) -> None:
     for voice in voices:
-        sight.count.proposals[voice] = (shape, since)
+        sight.count.propose(voice, (shape, since))
 
 
 def test_a_shape_that_fits_is_kept_for_ever() -> None:
