@@ -244,11 +244,14 @@ class Lateness:
 
     def patience_s(self, exchange_s: float) -> float:
         """How long the last messages are waited for that are still missing."""
-        usual = self.st.params.parity_timeout_s
-        missing = [i for i in self.st.others() if self.st.lanes[i].parity is None]
-        if missing and all(self._lags(i) for i in missing):
-            return min(usual, max(SLACK_S, (SLACK - 1.0) * exchange_s))
-        return usual
+        st, usual, missing = self.st, self.st.params.parity_timeout_s, False
+        for i, lane in enumerate(st.lanes):
+            if i == st.index or lane.gone is not None or lane.parity is not None:
+                continue
+            if not self._lags(i):
+                return usual
+            missing = True
+        return min(usual, max(SLACK_S, (SLACK - 1.0) * exchange_s)) if missing else usual
 
     def linger_until(self, now: float, deadline_at: float) -> float:
         """For how long our results stay for those that have not said that they have them: whoever

@@ -145,6 +145,12 @@ class Peer:
         match event:
             case ev.Received():
                 self._on_message(event.sender, event.message, now)
+            case ev.Found():
+                self.hearing.found(event, now)
+            case ev.Announced():
+                self.hearing.announced(event, now)
+            case ev.Ticked():
+                pass
             case ev.Contributed():
                 self.calls.on_contributed(event, now)
             case ev.Synced():
@@ -168,10 +174,6 @@ class Peer:
                 self.state.refused_until = now + self.state.params.window_s
             case ev.Undelivered():
                 self._on_undelivered(event.to, event.message, now)
-            case ev.Found():
-                self.hearing.found(event, now)
-            case ev.Announced():
-                self.hearing.announced(event, now)
             case ev.Addressed():
                 self.state.presence.update(
                     addresses=event.addresses,
@@ -181,8 +183,6 @@ class Peer:
                 )
             case ev.Drained():
                 self.calls.on_drained(now, preempted=event.preempted)
-            case ev.Ticked():
-                pass
             case _ if isinstance(event, STORE_EVENTS):
                 self.storage.handle(event, now)
             case _:

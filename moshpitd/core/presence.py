@@ -169,8 +169,10 @@ class Presence:
             self.effects.append(Announce(key, self.record, 0.0))
 
     def _announce_at(self) -> float:
-        # The number grows with every change, so it says the same as comparing the records.
-        changed = self.announced is None or self.announced.sequence != self.record.sequence
+        announced = self.announced
+        if announced is self.record:  # the number grows with every change, so this is as good
+            return self.announced_at + self.params.ttl_s / 3
+        changed = announced is None or announced.sequence != self.record.sequence
         return self.announced_at + (self.retell_s if changed else self.params.ttl_s / 3)
 
     def _look_up_at(self) -> float:

@@ -90,11 +90,12 @@ class Standing:
 
     def unheard(self) -> bool:
         """Has a member that is not out yet to say Parity?"""
-        return any(
-            lane.parity is None and lane.gone is None
-            for i, lane in enumerate(self.lanes)
-            if i != self.index
-        )
+        for i, lane in enumerate(
+            self.lanes
+        ):  # after every message: the first that is found ends it
+            if lane.parity is None and lane.gone is None and i != self.index:
+                return True
+        return False
 
     def heard(self, peer_ids: tuple[str, ...], quiet: Quiet) -> list[int]:
         """Bytes came from these. Returns who owes something and was quiet for too long."""

@@ -229,6 +229,8 @@ class Takeovers:
         return list(late)
 
     def deadlines(self) -> list[float]:
+        if not self._queries and not self._fetches:
+            return []
         own = 1 << self._st.index
         open_ = [query for query in self._queries.values() if query.waiting & ~own]
         times = [min(query.again_at, query.until) for query in open_]

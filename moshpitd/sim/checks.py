@@ -21,7 +21,7 @@ from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.errors import MoshpitError
 from moshpitd.sim.deadlines import Deadlines, Due
 from moshpitd.sim.faults import Options
-from moshpitd.sim.meetings import Meetings
+from moshpitd.sim.meetings import OF_ATTEMPTS, Meetings
 from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import Node, Payload, Round, Vector
 from moshpitd.sim.sizes import overgrown
@@ -141,10 +141,12 @@ class Checks:
 
     def effect(self, node: Node, effect: Effect, to: Node | None = None) -> None:
         if isinstance(effect, Note):
-            self.meetings.noted(node, effect, self.fail)
-            if effect.what not in NOTES:
-                self.fail(f"noted {effect.what!r}, which is not one of NOTES", node)
-            if (effect.what, effect.reason) == ("part_without_result", Reason.PARITY):
+            what = effect.what
+            if what in OF_ATTEMPTS:
+                self.meetings.noted(node, effect, self.fail)
+            if what not in NOTES:
+                self.fail(f"noted {what!r}, which is not one of NOTES", node)
+            if what == "part_without_result" and effect.reason == Reason.PARITY:
                 told = effect.fields
                 self._disputed.add((node.peer_id, told["group"], told["part"]))
             return

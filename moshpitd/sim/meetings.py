@@ -26,6 +26,10 @@ WAITED = (Reason.NO_PEERS, Reason.TIMEOUT)
 """Attempts that ended so have looked for somebody until the end; others were called off."""
 
 
+OF_ATTEMPTS = frozenset(("attempt_started", "group_formed", "attempt_ended"))
+"""Notes that tell of one; most others are of peers that were heard."""
+
+
 class Fail(Protocol):
     def __call__(self, what: str, *nodes: Node) -> object: ...
 

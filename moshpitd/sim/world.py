@@ -1,5 +1,5 @@
-"""The second driver of `core.peer.Peer`: a heap of (time, sequence, call) instead of a clock and a
-network. One rule: no protocol rule lives here; what a Peer asks for is done or fails as the options
+"""The second driver of `core.peer.Peer`: an agenda of calls in order of time instead of a clock and
+a network. One rule: no protocol rule lives here; what a Peer asks for is done or fails as the options
 say, and nothing else happens.
 
 Phase one: faults, with every check after every event. Phase two: faults stop, the dead come back,
@@ -8,7 +8,6 @@ and every survivor must finish `goal` complete rounds within `bound_s`.
 
 from __future__ import annotations
 
-import heapq
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -22,10 +21,12 @@ from moshpitd.core.events import Announced, Event, Found, Received, Ticked, Unde
 from moshpitd.core.messages import MESSAGES, Message
 from moshpitd.core.params import Params
 from moshpitd.core.peer import Peer
+from moshpitd.sim.agenda import Agenda
 from moshpitd.sim.bulk import Bulk
 from moshpitd.sim.checks import Checks
 from moshpitd.sim.faults import Options
 from moshpitd.sim.life import Life, make_nodes
+from moshpitd.sim.meetings import OF_ATTEMPTS
 from moshpitd.sim.meters import Figures, Meters
 from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import MakePeer, Node, Participant, digest_of
@@ -59,7 +60,7 @@ class Report:
     digest: str
     peers: int
     events: int  # handed to Peers
-    steps: int  # taken from the heap
+    steps: int  # taken from the agenda
     ended_s: float  # world time
     outcomes: dict[str, int] = field(default_factory=dict)  # status or failed:reason -> count
     notes: dict[str, int] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class Report:
 
 
 class World:
-    """Invariant: everything that happens is on the heap, and of two things at one instant the one
+    """Invariant: everything that happens is on the agenda, and of two things at one instant the one
     that was put there first happens first."""
 
     def __init__(self, options: Options, make: MakePeer | None = None) -> None:
@@ -86,8 +87,7 @@ class World:
         self.trouble = Trouble(self, options)
         self.life = Life(self, options, make or _production)
         self._by_id = {node.peer_id: node for node in self.nodes}
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._sequence = 0
+        self._agenda = Agenda()
         self._digest = blake2b(digest_size=16)
         self._events = self._steps = 0
         self._notes: Counter[str] = Counter()
@@ -104,14 +104,15 @@ class World:
 
     def run_until(self, done: Callable[[], bool], *, bound_s: float) -> None:
         """Until `done()`, which must come true within `bound_s` from now."""
-        end, heap, after_event = self.now + bound_s, self._heap, self.checks.after_event
+        end, take, after_event = self.now + bound_s, self._agenda.take, self.checks.after_event
         while not done():
-            if not heap or heap[0][0] > end:
+            item = take(until=end)
+            if item is None:
                 late = self.life.late() or self.nodes
                 self.checks.fail(
                     f"did not get there within {bound_s} s ({len(late)} nodes)", *late[:3]
                 )
-            self.now, _, call, args = heapq.heappop(heap)
+            self.now, _, call, args = item
             self._steps += 1
             call(*args)
             after_event()
@@ -134,8 +135,7 @@ class World:
     # -- what the other rooms of the world use -----------------------------------------------------
 
     def later(self, delay: float, call: Callable[..., None], *args: Any) -> None:
-        self._sequence += 1
-        heapq.heappush(self._heap, (self.now + delay, self._sequence, call, args))
+        self._agenda.put(self.now + delay, call, args)
 
     def post(self, delay: float, node: Node, event: Event) -> None:
         """Tell the daemon that lives on `node` now; if it dies before, nobody hears it."""
@@ -193,7 +193,8 @@ class World:
     def _perform(self, node: Node, effect: Effect) -> None:
         if isinstance(effect, Note):
             self._notes[effect.what] += 1
-            self.meters.noted(node, effect)
+            if effect.what in OF_ATTEMPTS:
+                self.meters.noted(node, effect)
         elif isinstance(effect, Announce):
             self.later(self.directory.duration(), self._stored, node, node.incarnation, effect)
         elif isinstance(effect, LookUp):
