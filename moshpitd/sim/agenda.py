@@ -1,5 +1,5 @@
-"""What is still to happen in the world, in order of time. One rule: of two things at one instant the
-one that was put there first happens first, however it is kept.
+"""What is still to happen in the world, in order of time. One rule: of two things at one instant
+the one that was put there first happens first, however it is kept.
 
 In a world of ten thousand peers hundreds of thousands of things wait, most of them for seconds. One
 heap of all would be gone through in memory that no cache holds, at every step; so only what happens
@@ -20,8 +20,8 @@ Item: TypeAlias = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
 
 class Agenda:
-    """Invariant: whatever is in `_later` is in a later slot than `_slot`, and so after everything on
-    the heap."""
+    """Invariant: whatever is in `_later` is in a later slot than `_slot`, and so after everything
+    on the heap."""
 
     def __init__(self) -> None:
         self._heap: list[Item] = []

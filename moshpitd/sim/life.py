@@ -75,7 +75,7 @@ class Life:
         self.sizes: Counter[int] = Counter()
 
     def populate(self) -> None:
-        """Put all births, and all deaths that are known beforehand, on the heap."""
+        """Put all births, and all deaths that are known beforehand, on the agenda."""
         options, joins = self._options, stream(self._options.seed, "joins")
         everybody = population(options)
         for at, index in everybody.births:

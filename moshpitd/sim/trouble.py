@@ -40,7 +40,7 @@ class Trouble:
         self._number = 0
 
     def populate(self) -> None:
-        """Put the partitions on the heap and choose the liars."""
+        """Put the partitions on the agenda and choose the liars."""
         for partition in partitions(self._options):
             self._world.later(partition.at - self._world.now, self._part, partition)
         for node in self._world.nodes:

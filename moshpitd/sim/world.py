@@ -1,6 +1,6 @@
-"""The second driver of `core.peer.Peer`: an agenda of calls in order of time instead of a clock and
-a network. One rule: no protocol rule lives here; what a Peer asks for is done or fails as the options
-say, and nothing else happens.
+"""The second driver of `core.peer.Peer`: an agenda of calls in order of time instead of a clock
+and a network. One rule: no protocol rule lives here; what a Peer asks for is done or fails as the
+options say, and nothing else happens.
 
 Phase one: faults, with every check after every event. Phase two: faults stop, the dead come back,
 and every survivor must finish `goal` complete rounds within `bound_s`.
