@@ -44,6 +44,9 @@ HUGE_PAGE_BYTES = 2 << 20
 # What an area takes at once: no more than a small layout needs, and never so much that a kernel
 # that does not overcommit would refuse it.
 AREA_BYTES = 64 << 20
+# Rooms of a part and of its payload are cut from so much: eight or sixteen of them. It is given back
+# to the kernel when the last of them is.
+ROOMS_CUT_BYTES = 8 << 20
 ALIGNED_BYTES = 64  # a line of the cache, and what the widest stores want
 
 
@@ -141,7 +144,7 @@ class Rooms:
         """1-D uint8, not initialised; as long as it or a view of it lives nobody else gets it."""
         room = self._found(nbytes)
         if room is None:
-            room = np.empty(nbytes, np.uint8)
+            room = self._made(nbytes)
         lease = room[:]  # every tensor and memoryview over it keeps this object alive
         weakref.finalize(lease, self._back, room).atexit = False
         return torch.from_numpy(lease)
@@ -156,6 +159,17 @@ class Rooms:
                     self.waiting_bytes -= nbytes
                     return room
         return None
+
+    def _made(self, nbytes: int) -> _Room:
+        """Many of a size at once, in huge pages; a small or a large one alone."""
+        need = -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        count = ROOMS_CUT_BYTES // need
+        if count < 2 or nbytes < ROOMS_CUT_BYTES // 64:
+            return np.empty(nbytes, np.uint8)
+        whole = anonymous(ROOMS_CUT_BYTES).numpy()
+        for start in range(need, count * need, need):
+            self._back(whole[start : start + nbytes])
+        return whole[:nbytes]
 
     def _back(self, room: _Room) -> None:
         with self._lock:
