@@ -22,3 +22,39 @@ def crc32(payload: bytes | bytearray | memoryview, /) -> int: ...
 def tls_read(
     ssl_read: int, ssl_get_error: int, ssl: int, to: int, wanted: int, /
 ) -> tuple[int, int]: ...
+
+def receive(descriptor: int, to: memoryview, heard: bytearray, /) -> tuple[int, int, int]: ...
+def send(
+    descriptor: int, head: memoryview, body: memoryview, handed: bytearray, /
+) -> int: ...
+def conversation(
+    ssl: int,
+    incoming: int,
+    outgoing: int,
+    ssl_read: int,
+    ssl_write: int,
+    ssl_get_error: int,
+    bio_read: int,
+    bio_write: int,
+    clear_error: int,
+    /,
+) -> object: ...
+def lock(conversation: object, /) -> None: ...
+def unlock(conversation: object, /) -> None: ...
+def tls_receive(
+    conversation: object,
+    descriptor: int,
+    to: memoryview,
+    room: memoryview,
+    heard: bytearray,
+    /,
+) -> tuple[int, int, int]: ...
+def tls_send(
+    conversation: object,
+    descriptor: int,
+    head: memoryview,
+    body: memoryview,
+    room: memoryview,
+    handed: bytearray,
+    /,
+) -> tuple[int, int]: ...
