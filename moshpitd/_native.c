@@ -171,6 +171,29 @@ V3 static double squared_norm(const float *values, ptrdiff_t numel)
     return squared;
 }
 
+/* ---- copies that nobody reads soon ---------------------------------------------------------- */
+
+/* Past the caches: a store that is not streamed first reads what it overwrites. */
+V3 static void copy_past(uint8_t *to, const uint8_t *from, size_t count)
+{
+    size_t odd = (STREAM_ALIGN - (uintptr_t)to % STREAM_ALIGN) % STREAM_ALIGN;
+    odd = odd < count ? odd : count;
+    memcpy(to, from, odd);
+    to += odd, from += odd, count -= odd;
+    for (; count >= 128; to += 128, from += 128, count -= 128) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)from);
+        __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(from + 64));
+        __m256i d = _mm256_loadu_si256((const __m256i *)(from + 96));
+        _mm256_stream_si256((__m256i *)to, a);
+        _mm256_stream_si256((__m256i *)(to + 32), b);
+        _mm256_stream_si256((__m256i *)(to + 64), c);
+        _mm256_stream_si256((__m256i *)(to + 96), d);
+    }
+    memcpy(to, from, count);
+    _mm_sfence();
+}
+
 /* ---- float16 with a power of two per block (HalfCodec) ----------------------------------- */
 
 /* c = values + added into `room`, its extremes, and the bits of its largest magnitude. */
@@ -717,6 +740,19 @@ static PyObject *py_squared_norm(PyObject *module, PyObject *args)
     return PyFloat_FromDouble(squared);
 }
 
+static PyObject *py_copy_past(PyObject *module, PyObject *args)
+{
+    unsigned long long to, from;
+    Py_ssize_t count;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKn", &to, &from, &count))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    copy_past(AT(uint8_t, to), AT(const uint8_t, from), (size_t)count);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_half_encode(PyObject *module, PyObject *args)
 {
     unsigned long long values, added, left, decoded, payload, room;
@@ -987,6 +1023,7 @@ static PyObject *py_tls_send(PyObject *module, PyObject *args)
 
 static PyMethodDef METHODS[] = {
     {"squared_norm", py_squared_norm, METH_VARARGS, "squared_norm(values, numel)"},
+    {"copy_past", py_copy_past, METH_VARARGS, "copy_past(to, from, bytes), not over one another"},
     {"half_encode", py_half_encode, METH_VARARGS,
      "half_encode(values, added, left, decoded, payload, room, numel) -> all finite"},
     {"half_decode", py_half_decode, METH_VARARGS,
