@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
@@ -55,7 +55,7 @@ try:
             "SSL_read", "SSL_write", "SSL_get_error", "BIO_read", "BIO_write", "ERR_clear_error",
         )
     )  # fmt: skip
-    _SSL_READ, _, _SSL_GET_ERROR, *_ = _FUNCTIONS
+    _SSL_READ, _SSL_GET_ERROR = _FUNCTIONS[0], _FUNCTIONS[2]
     COMPILED = True
 except (ImportError, AttributeError):
     pass
@@ -186,7 +186,7 @@ class Conversation:
             return got, True
         if why == _lib.SSL_ERROR_ZERO_RETURN:
             return got, False
-        self._refused(why)
+        raise self._refusal(why)
 
     def write(self, view: memoryview) -> int:
         _lib.ERR_clear_error()
@@ -202,7 +202,7 @@ class Conversation:
         if how == _FAILED:
             raise OSError(why, os.strerror(why))
         if how == _REFUSED and why != _lib.SSL_ERROR_ZERO_RETURN:
-            self._refused(why)
+            raise self._refusal(why)
         return got
 
     def send(self, wire: int, head: memoryview, body: memoryview, handed: bytearray) -> None:
@@ -212,11 +212,12 @@ class Conversation:
         if how == _FAILED:
             raise OSError(why, os.strerror(why))
         if how == _REFUSED:
-            self._refused(why)
+            raise self._refusal(why)
 
-    def _refused(self, why: int) -> NoReturn:
+    def _refusal(self, why: int) -> ssl.SSLError:
+        """What pyOpenSSL says of it is raised; there is always something."""
         self._told(lambda: self._connection._raise_ssl_error(self._ssl, -1))
-        raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"error {why}")
+        return ssl.SSLError(ssl.SSL_ERROR_SSL, f"error {why}")
 
     def unwrap(self) -> None:
         """Both closing alerts, ours first."""

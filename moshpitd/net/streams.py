@@ -29,15 +29,17 @@ from moshpitd.net.throttle import Throttle
 
 try:
     from moshpitd import _native as native
+
+    _COMPILED = True
 except ImportError:
-    native = None  # type: ignore[assignment]
+    _COMPILED = False
 
 # What one call asks of the kernel. A segment is also what is encrypted in one go: it must fit the
 # second-level cache twice; smaller pieces pay for more calls, larger ones hold the lock longer than
 # the 0.1 ms that the other direction may wait.
 SLICE_BYTES = SEGMENT_BYTES
-# The same where no call costs a wait for the interpreter: what lies in the first cache is copied and
-# opened there (per GB, both ends: 0.45 s of processor time against 0.49 with 256 KiB).
+# The same where no call costs a wait for the interpreter: what a cache holds is copied and opened
+# there (per GB, both ends: 0.45 s of processor time against 0.49 with 256 KiB).
 PIECE_BYTES = 64 << 10
 _FAILED = 3  # of a compiled call: the kernel says why
 _NOTHING = memoryview(b"")
@@ -114,7 +116,7 @@ class Wire:
 
     def fill(self, view: memoryview, timeout_s: float | None) -> int:
         """Fill the view; less only at the end of the stream."""
-        if native is not None and timeout_s is None and self.down is None:
+        if _COMPILED and timeout_s is None and self.down is None:
             count, how, why = native.receive(self.descriptor, view, self.heard)
             if how == _FAILED:
                 raise LinkBroken(_cause(OSError(why, os.strerror(why))))
@@ -143,7 +145,7 @@ class Wire:
             raise LinkBroken(_cause(error)) from None
 
     def _send(self, pieces: Sequence[memoryview], timeout_s: float | None) -> None:
-        if native is not None and timeout_s is None and len(pieces) <= 2:
+        if _COMPILED and timeout_s is None and len(pieces) <= 2:
             head, body, *_ = *pieces, _NOTHING, _NOTHING
             if why := native.send(self.descriptor, head, body, self.handed):
                 raise OSError(why, os.strerror(why))

@@ -44,8 +44,8 @@ HUGE_PAGE_BYTES = 2 << 20
 # What an area takes at once: no more than a small layout needs, and never so much that a kernel
 # that does not overcommit would refuse it.
 AREA_BYTES = 64 << 20
-# Rooms of a part and of its payload are cut from so much: eight or sixteen of them. It is given back
-# to the kernel when the last of them is.
+# Rooms of a part and of its payload are cut from so much: eight or sixteen of them. The kernel gets
+# it back when the last of them goes.
 ROOMS_CUT_BYTES = 8 << 20
 ALIGNED_BYTES = 64  # a line of the cache, and what the widest stores want
 
