@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -256,6 +257,7 @@ def test_who_comes_back_with_a_session_shakes_hands_anew(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not openssl.COMPILED, reason="moshpitd._native is not built")
 def test_buffers_that_do_not_fit_are_refused_before_anything_is_moved(tmp_path: Path) -> None:
+    native: Any = vars(openssl)["_native"]
     count, room = bytearray(8), memoryview(bytearray(8))
     with linked(tmp_path, True, True) as (dialler, _):
         conversation = dialler.stream._tls
@@ -268,9 +270,9 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_is_moved(tmp_path: 
         with pytest.raises(TypeError, match="read-write"):
             conversation.receive(wire, memoryview(b"read only"), room, count)
         with pytest.raises(ValueError, match="8 aligned bytes"):
-            getattr(openssl, "_native").receive(wire, room, bytearray(9))
+            native.receive(wire, room, bytearray(9))
         with pytest.raises(ValueError, match="nine addresses"):
-            getattr(openssl, "_native").conversation(1, 2, 3, 4, 5, 6, 7, 8, 0)
+            native.conversation(1, 2, 3, 4, 5, 6, 7, 8, 0)
         assert dialler.stream.wire.bytes_handed > 0 == int.from_bytes(count, "little")
 
 
