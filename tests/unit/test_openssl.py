@@ -141,7 +141,7 @@ def test_whoever_waits_without_a_bound_is_let_go_when_the_socket_is_shut(
             assert not reading.done()
         (listener if shut == "here" else dialler).stream.wire.shut()
         assert reading.result(TIMEOUT_S) == 3
-        with pytest.raises(LinkBroken, match="(?i)pipe"):
+        with pytest.raises(LinkBroken, match=r"(?i)pipe"):
             (listener if shut == "here" else dialler).stream.write((memoryview(b"x"),))
 
 
