@@ -56,6 +56,7 @@ try:
         )
     )  # fmt: skip
     _SSL_READ, _SSL_GET_ERROR = _FUNCTIONS[0], _FUNCTIONS[2]
+    _conversation = _native.conversation  # one that was built of an older source has none
     COMPILED = True
 except (ImportError, AttributeError):
     pass
@@ -159,7 +160,7 @@ class Conversation:
         if COMPILED:
             memories = (connection._into_ssl, connection._from_ssl)
             there = [_address(one) for one in (self._ssl, *memories)]
-            self._compiled = _native.conversation(*there, *_FUNCTIONS)
+            self._compiled = _conversation(*there, *_FUNCTIONS)
             self.mutex = Mutex(self._compiled)
 
     def do_handshake(self) -> None:

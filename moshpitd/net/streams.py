@@ -30,7 +30,7 @@ from moshpitd.net.throttle import Throttle
 try:
     from moshpitd import _native as native
 
-    _COMPILED = True
+    _COMPILED = hasattr(native, "receive")  # not in one that was built of an older source
 except ImportError:
     _COMPILED = False
 

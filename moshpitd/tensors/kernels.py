@@ -16,7 +16,7 @@ from moshpitd.errors import LocalProtocolError
 try:
     from moshpitd import _native as native
 
-    BUILT = True
+    BUILT = hasattr(native, "copy_past")  # not in one that was built of an older source
 except ImportError:
     native = None  # type: ignore[assignment]
     BUILT = False
