@@ -5,19 +5,24 @@
    one by one, in the order of that code, and nothing here may be contracted or reassociated
    (-ffp-contract=off); sums that only judge (squared norms) are the exception.
 
-   Addresses come from tensors that the caller holds; nothing here allocates or keeps anything. */
+   Addresses come from tensors that the caller holds; nothing of them is kept. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <errno.h>
 #include <float.h>
 #include <immintrin.h>
 #include <limits.h>
 #include <math.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "written for x86-64 and GNU C; without this module the torch code runs"
@@ -164,6 +169,29 @@ V3 static double squared_norm(const float *values, ptrdiff_t numel)
         squared += sum_of(a) + sum_of(b) + sum_of(c) + sum_of(d);
     }
     return squared;
+}
+
+/* ---- copies that nobody reads soon ---------------------------------------------------------- */
+
+/* Past the caches: a store that is not streamed first reads what it overwrites. */
+V3 static void copy_past(uint8_t *to, const uint8_t *from, size_t count)
+{
+    size_t odd = (STREAM_ALIGN - (uintptr_t)to % STREAM_ALIGN) % STREAM_ALIGN;
+    odd = odd < count ? odd : count;
+    memcpy(to, from, odd);
+    to += odd, from += odd, count -= odd;
+    for (; count >= 128; to += 128, from += 128, count -= 128) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)from);
+        __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(from + 64));
+        __m256i d = _mm256_loadu_si256((const __m256i *)(from + 96));
+        _mm256_stream_si256((__m256i *)to, a);
+        _mm256_stream_si256((__m256i *)(to + 32), b);
+        _mm256_stream_si256((__m256i *)(to + 64), c);
+        _mm256_stream_si256((__m256i *)(to + 96), d);
+    }
+    memcpy(to, from, count);
+    _mm_sfence();
 }
 
 /* ---- float16 with a power of two per block (HalfCodec) ----------------------------------- */
@@ -543,6 +571,157 @@ static ptrdiff_t records(ssl_read_t read, ssl_get_error_t get_error, void *ssl, 
     return got;
 }
 
+/* ---- bytes of a connection ------------------------------------------------------------------- */
+
+/* A segment from the kernel to its place, or the other way, without the interpreter in between: asked
+   from Python, each of the three to eight pieces in which the kernel gives it costs three waits for
+   the interpreter. All waits are for the kernel and have no bound: who shuts the socket ends them. */
+
+enum { FULL = 0, ENDED = 1, REFUSED = 2, FAILED = 3 };
+/* FULL: all was done. ENDED: the stream did. REFUSED: OpenSSL says why (SSL_get_error).
+   FAILED: the kernel says why (errno). */
+
+/* Looked at by other threads while a segment is on its way: what is heard is a sign of life. */
+static void counted(uint64_t *count, ptrdiff_t more)
+{
+    __atomic_fetch_add(count, (uint64_t)more, __ATOMIC_RELAXED);
+}
+
+static ptrdiff_t received(int descriptor, uint8_t *to, ptrdiff_t most, uint64_t *heard)
+{
+    ssize_t count;
+    do
+        count = recv(descriptor, to, (size_t)most, 0);
+    while (count < 0 && errno == EINTR);
+    if (count > 0)
+        counted(heard, count);
+    return count;
+}
+
+/* 0, or why the kernel did not take all. */
+static int sent(int descriptor, struct iovec *pieces, int count, uint64_t *handed)
+{
+    while (count > 0) {
+        struct msghdr message = {0};
+        message.msg_iov = pieces;
+        message.msg_iovlen = (size_t)count;
+        ssize_t taken = sendmsg(descriptor, &message, MSG_NOSIGNAL);
+        if (taken < 0) {
+            if (errno == EINTR)
+                continue;
+            return errno;
+        }
+        counted(handed, taken);
+        while (count > 0 && (size_t)taken >= pieces->iov_len) {
+            taken -= (ssize_t)pieces->iov_len;
+            pieces++;
+            count--;
+        }
+        if (count > 0) {
+            pieces->iov_base = (uint8_t *)pieces->iov_base + taken;
+            pieces->iov_len -= (size_t)taken;
+        }
+    }
+    return 0;
+}
+
+typedef struct {
+    void *ssl, *incoming, *outgoing;
+    ssl_read_t ssl_read;
+    int (*ssl_write)(void *ssl, const void *from, int count);
+    ssl_get_error_t ssl_get_error;
+    int (*bio_read)(void *bio, void *to, int count);
+    int (*bio_write)(void *bio, const void *from, int count);
+    void (*clear_error)(void);
+    /* Held whenever ssl or one of its two memories is touched, never during a call to the kernel. */
+    pthread_mutex_t lock;
+} conversation_t;
+
+/* What OpenSSL and its memory carry at a time: one piece of this size stays in the cache. */
+#define SEALED_PIECE 65536
+static const int WANTS_TO_READ = 2; /* SSL_ERROR_WANT_READ, since 1998 */
+
+static ptrdiff_t tls_received(conversation_t *with, int descriptor, uint8_t *to, ptrdiff_t wanted,
+                              uint8_t *room, ptrdiff_t room_bytes, uint64_t *heard, int *how,
+                              int *why)
+{
+    ptrdiff_t got = 0;
+    *how = FULL;
+    *why = 0;
+    pthread_mutex_lock(&with->lock);
+    for (;;) {
+        with->clear_error(); /* this thread's; what others left there would be taken for ours */
+        got += records(with->ssl_read, with->ssl_get_error, with->ssl, to + got, wanted - got, why);
+        if (got == wanted)
+            break;
+        if (*why != WANTS_TO_READ) {
+            *how = REFUSED;
+            break;
+        }
+        pthread_mutex_unlock(&with->lock);
+        ptrdiff_t count = received(descriptor, room, room_bytes, heard);
+        int error = errno;
+        if (count <= 0) {
+            *how = count == 0 ? ENDED : FAILED;
+            *why = count == 0 ? 0 : error;
+            return got;
+        }
+        pthread_mutex_lock(&with->lock);
+        if (with->bio_write(with->incoming, room, (int)count) != count) {
+            *how = FAILED;
+            *why = ENOMEM;
+            break;
+        }
+    }
+    pthread_mutex_unlock(&with->lock);
+    return got;
+}
+
+/* All that lies sealed in memory goes to `room` and, where that is full, on to the kernel. */
+static int tls_sent(conversation_t *with, int descriptor, const struct iovec *pieces, int count,
+                    uint8_t *room, ptrdiff_t room_bytes, uint64_t *handed, int *why)
+{
+    ptrdiff_t held = 0;
+    *why = 0;
+    for (int piece = 0; piece < count; piece++) {
+        const uint8_t *from = pieces[piece].iov_base;
+        size_t left = pieces[piece].iov_len;
+        while (left > 0) {
+            int part = left < SEALED_PIECE ? (int)left : SEALED_PIECE, taken, more;
+            pthread_mutex_lock(&with->lock);
+            with->clear_error();
+            taken = with->ssl_write(with->ssl, from, part);
+            if (taken <= 0) {
+                *why = with->ssl_get_error(with->ssl, taken);
+                pthread_mutex_unlock(&with->lock);
+                return REFUSED;
+            }
+            from += taken;
+            left -= (size_t)taken;
+            for (;;) {
+                more = with->bio_read(with->outgoing, room + held, (int)(room_bytes - held));
+                if (more > 0)
+                    held += more;
+                if (more <= 0 || held < room_bytes)
+                    break;
+                pthread_mutex_unlock(&with->lock);
+                struct iovec full = {room, (size_t)held};
+                if ((*why = sent(descriptor, &full, 1, handed)) != 0)
+                    return FAILED;
+                held = 0;
+                pthread_mutex_lock(&with->lock);
+            }
+            pthread_mutex_unlock(&with->lock);
+        }
+    }
+    if (held > 0) {
+        struct iovec rest = {room, (size_t)held};
+        if ((*why = sent(descriptor, &rest, 1, handed)) != 0)
+            return FAILED;
+    }
+    return FULL;
+}
+
 /* ---- what Python sees -------------------------------------------------------------------- */
 
 #define AT(type, number) ((type *)(uintptr_t)(number))
@@ -559,6 +738,19 @@ static PyObject *py_squared_norm(PyObject *module, PyObject *args)
     squared = squared_norm(AT(const float, values), numel);
     Py_END_ALLOW_THREADS
     return PyFloat_FromDouble(squared);
+}
+
+static PyObject *py_copy_past(PyObject *module, PyObject *args)
+{
+    unsigned long long to, from;
+    Py_ssize_t count;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKn", &to, &from, &count))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    copy_past(AT(uint8_t, to), AT(const uint8_t, from), (size_t)count);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_half_encode(PyObject *module, PyObject *args)
@@ -650,8 +842,188 @@ static PyObject *py_tls_read(PyObject *module, PyObject *args)
     return Py_BuildValue("(ni)", got, error);
 }
 
+/* Buffers of one call, with their lengths, so that nothing is written beyond an end. */
+static int as_count(Py_buffer *buffer)
+{
+    if (buffer->len == (Py_ssize_t)sizeof(uint64_t) && (uintptr_t)buffer->buf % 8 == 0)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "a count is 8 aligned bytes");
+    return 0;
+}
+
+static int as_room(Py_buffer *buffer)
+{
+    if (buffer->len > 0)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "a room of no bytes");
+    return 0;
+}
+
+static PyObject *py_receive(PyObject *module, PyObject *args)
+{
+    Py_buffer to, heard;
+    int descriptor, how = FULL, why = 0;
+    ptrdiff_t got = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iw*w*", &descriptor, &to, &heard))
+        return NULL;
+    int right = as_count(&heard);
+    if (right) {
+        Py_BEGIN_ALLOW_THREADS
+        while (got < to.len) {
+            ptrdiff_t count =
+                received(descriptor, (uint8_t *)to.buf + got, to.len - got, heard.buf);
+            if (count <= 0) {
+                how = count == 0 ? ENDED : FAILED;
+                why = count == 0 ? 0 : errno;
+                break;
+            }
+            got += count;
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&heard);
+    return right ? Py_BuildValue("(nii)", got, how, why) : NULL;
+}
+
+static PyObject *py_send(PyObject *module, PyObject *args)
+{
+    Py_buffer head, body, handed;
+    int descriptor, why = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iy*y*w*", &descriptor, &head, &body, &handed))
+        return NULL;
+    int right = as_count(&handed);
+    if (right) {
+        struct iovec pieces[2] = {{head.buf, (size_t)head.len}, {body.buf, (size_t)body.len}};
+        Py_BEGIN_ALLOW_THREADS
+        why = sent(descriptor, pieces, 2, handed.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&head);
+    PyBuffer_Release(&body);
+    PyBuffer_Release(&handed);
+    return right ? PyLong_FromLong(why) : NULL;
+}
+
+#define CONVERSATION "moshpitd._native.conversation"
+
+static void conversation_over(PyObject *capsule)
+{
+    conversation_t *with = PyCapsule_GetPointer(capsule, CONVERSATION);
+    if (with != NULL) {
+        pthread_mutex_destroy(&with->lock);
+        free(with);
+    }
+}
+
+static PyObject *py_conversation(PyObject *module, PyObject *args)
+{
+    unsigned long long at[9];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKKKKKKK", at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6,
+                          at + 7, at + 8))
+        return NULL;
+    for (int i = 0; i < 9; i++) {
+        if (at[i] == 0) {
+            PyErr_SetString(PyExc_ValueError, "a conversation needs nine addresses");
+            return NULL;
+        }
+    }
+    conversation_t *with = calloc(1, sizeof *with);
+    if (with == NULL)
+        return PyErr_NoMemory();
+    with->ssl = AT(void, at[0]);
+    with->incoming = AT(void, at[1]);
+    with->outgoing = AT(void, at[2]);
+    with->ssl_read = (ssl_read_t)(uintptr_t)at[3];
+    with->ssl_write = (int (*)(void *, const void *, int))(uintptr_t)at[4];
+    with->ssl_get_error = (ssl_get_error_t)(uintptr_t)at[5];
+    with->bio_read = (int (*)(void *, void *, int))(uintptr_t)at[6];
+    with->bio_write = (int (*)(void *, const void *, int))(uintptr_t)at[7];
+    with->clear_error = (void (*)(void))(uintptr_t)at[8];
+    pthread_mutex_init(&with->lock, NULL);
+    PyObject *capsule = PyCapsule_New(with, CONVERSATION, conversation_over);
+    if (capsule == NULL) {
+        pthread_mutex_destroy(&with->lock);
+        free(with);
+    }
+    return capsule;
+}
+
+static PyObject *py_lock(PyObject *module, PyObject *capsule)
+{
+    conversation_t *with = PyCapsule_GetPointer(capsule, CONVERSATION);
+    (void)module;
+    if (with == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&with->lock);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_unlock(PyObject *module, PyObject *capsule)
+{
+    conversation_t *with = PyCapsule_GetPointer(capsule, CONVERSATION);
+    (void)module;
+    if (with == NULL)
+        return NULL;
+    pthread_mutex_unlock(&with->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_tls_receive(PyObject *module, PyObject *args)
+{
+    PyObject *capsule;
+    Py_buffer to, room, heard;
+    int descriptor, how = FULL, why = 0;
+    ptrdiff_t got = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oiw*w*w*", &capsule, &descriptor, &to, &room, &heard))
+        return NULL;
+    conversation_t *with = PyCapsule_GetPointer(capsule, CONVERSATION);
+    int right = with != NULL && as_count(&heard) && as_room(&room);
+    if (right) {
+        Py_BEGIN_ALLOW_THREADS
+        got = tls_received(with, descriptor, to.buf, to.len, room.buf,
+                           room.len < INT_MAX ? room.len : INT_MAX, heard.buf, &how, &why);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&room);
+    PyBuffer_Release(&heard);
+    return right ? Py_BuildValue("(nii)", got, how, why) : NULL;
+}
+
+static PyObject *py_tls_send(PyObject *module, PyObject *args)
+{
+    PyObject *capsule;
+    Py_buffer head, body, room, handed;
+    int descriptor, how = FULL, why = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oiy*y*w*w*", &capsule, &descriptor, &head, &body, &room, &handed))
+        return NULL;
+    conversation_t *with = PyCapsule_GetPointer(capsule, CONVERSATION);
+    int right = with != NULL && as_count(&handed) && as_room(&room);
+    if (right) {
+        struct iovec pieces[2] = {{head.buf, (size_t)head.len}, {body.buf, (size_t)body.len}};
+        Py_BEGIN_ALLOW_THREADS
+        how = tls_sent(with, descriptor, pieces, 2, room.buf,
+                       room.len < INT_MAX ? room.len : INT_MAX, handed.buf, &why);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&head);
+    PyBuffer_Release(&body);
+    PyBuffer_Release(&room);
+    PyBuffer_Release(&handed);
+    return right ? Py_BuildValue("(ii)", how, why) : NULL;
+}
+
 static PyMethodDef METHODS[] = {
     {"squared_norm", py_squared_norm, METH_VARARGS, "squared_norm(values, numel)"},
+    {"copy_past", py_copy_past, METH_VARARGS, "copy_past(to, from, bytes), not over one another"},
     {"half_encode", py_half_encode, METH_VARARGS,
      "half_encode(values, added, left, decoded, payload, room, numel) -> all finite"},
     {"half_decode", py_half_decode, METH_VARARGS,
@@ -663,6 +1035,18 @@ static PyMethodDef METHODS[] = {
     {"crc32", py_crc32, METH_VARARGS, "crc32(payload) -> what zlib.crc32 says"},
     {"tls_read", py_tls_read, METH_VARARGS,
      "tls_read(SSL_read, SSL_get_error, ssl, to, wanted) -> (count, why not more or 0)"},
+    {"receive", py_receive, METH_VARARGS,
+     "receive(descriptor, to, heard) -> (count, how it ended, errno)"},
+    {"send", py_send, METH_VARARGS, "send(descriptor, head, body, handed) -> errno or 0"},
+    {"conversation", py_conversation, METH_VARARGS,
+     "conversation(ssl, BIO in, BIO out, SSL_read, SSL_write, SSL_get_error, BIO_read, BIO_write, "
+     "ERR_clear_error)"},
+    {"lock", py_lock, METH_O, "lock(conversation)"},
+    {"unlock", py_unlock, METH_O, "unlock(conversation), by the thread that locked it"},
+    {"tls_receive", py_tls_receive, METH_VARARGS,
+     "tls_receive(conversation, descriptor, to, room, heard) -> (count, how it ended, why)"},
+    {"tls_send", py_tls_send, METH_VARARGS,
+     "tls_send(conversation, descriptor, head, body, room, handed) -> (how it ended, why)"},
     {NULL, NULL, 0, NULL},
 };
 

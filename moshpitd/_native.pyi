@@ -2,6 +2,7 @@
 interpreter is let go for the whole call."""
 
 def squared_norm(values: int, numel: int, /) -> float: ...
+def copy_past(to: int, source: int, count: int, /) -> None: ...
 def half_encode(
     values: int, added: int, left: int, decoded: int, payload: int, room: int, numel: int, /
 ) -> bool: ...
@@ -21,4 +22,37 @@ def absmax_decode(payload: int, out: int, numel: int, width: int, /) -> float: .
 def crc32(payload: bytes | bytearray | memoryview, /) -> int: ...
 def tls_read(
     ssl_read: int, ssl_get_error: int, ssl: int, to: int, wanted: int, /
+) -> tuple[int, int]: ...
+def receive(descriptor: int, to: memoryview, heard: bytearray, /) -> tuple[int, int, int]: ...
+def send(descriptor: int, head: memoryview, body: memoryview, handed: bytearray, /) -> int: ...
+def conversation(
+    ssl: int,
+    incoming: int,
+    outgoing: int,
+    ssl_read: int,
+    ssl_write: int,
+    ssl_get_error: int,
+    bio_read: int,
+    bio_write: int,
+    clear_error: int,
+    /,
+) -> object: ...
+def lock(conversation: object, /) -> None: ...
+def unlock(conversation: object, /) -> None: ...
+def tls_receive(
+    conversation: object,
+    descriptor: int,
+    to: memoryview,
+    room: memoryview,
+    heard: bytearray,
+    /,
+) -> tuple[int, int, int]: ...
+def tls_send(
+    conversation: object,
+    descriptor: int,
+    head: memoryview,
+    body: memoryview,
+    room: memoryview,
+    handed: bytearray,
+    /,
 ) -> tuple[int, int]: ...

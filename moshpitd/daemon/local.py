@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.buffers import Bucket, Deltas
 from moshpitd.tensors.delta import max_delta, mean_delta
+from moshpitd.tensors.kernels import copy_past
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Scratch, Tensor
 from moshpitd.tensors.reduction import PartAccumulator
@@ -83,7 +84,7 @@ class LocalValues:
                 self._apply_delta(late.bucket, part, values)
         for source in self._sources:
             if _writable(source):
-                self._layout.part_view(source.bucket.data, part).copy_(values)
+                copy_past(values, self._layout.part_view(source.bucket.data, part))
 
     def has_result(self) -> bool:
         """Whether what was applied is still there: in a bucket that its trainer left alone."""

@@ -29,6 +29,7 @@ from moshpitd.errors import TrainerError
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW
 from moshpitd.tensors.hashing import digest
+from moshpitd.tensors.kernels import copy_past
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.mapped import Tensor, anonymous, bytes_of
 
@@ -144,7 +145,7 @@ class Snapshots:
             target = self._copy
         for part in self.layout.parts:
             stop = part.offset_bytes + part.nbytes
-            target[part.offset_bytes : stop].copy_(bucket.data[part.offset_bytes : stop])
+            copy_past(bucket.data[part.offset_bytes : stop], target[part.offset_bytes : stop])
             if not bucket.intact(generation) or bucket.writes != writes:
                 return False
         with self._lock:

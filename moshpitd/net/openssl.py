@@ -11,6 +11,7 @@ False and the system's OpenSSL is used.
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -41,17 +42,21 @@ except (ImportError, AttributeError):
     pass
 
 COMPILED = False
-"""Whether records are read in the compiled loop."""
+"""Whether whole segments are read and written in the compiled loops."""
 try:
     from cryptography.hazmat.bindings._rust import _openssl
 
     from moshpitd import _native
 
     # Where the loop finds the functions of this very library.
-    _SSL_READ, _SSL_GET_ERROR = (
+    _FUNCTIONS = tuple(
         int(_ffi.cast("uintptr_t", _ffi.addressof(getattr(_openssl, "lib"), name)))  # noqa: B009
-        for name in ("SSL_read", "SSL_get_error")
-    )
+        for name in (
+            "SSL_read", "SSL_write", "SSL_get_error", "BIO_read", "BIO_write", "ERR_clear_error",
+        )
+    )  # fmt: skip
+    _SSL_READ, _SSL_GET_ERROR = _FUNCTIONS[0], _FUNCTIONS[2]
+    _conversation = _native.conversation  # one that was built of an older source has none
     COMPILED = True
 except (ImportError, AttributeError):
     pass
@@ -60,6 +65,9 @@ except (ImportError, AttributeError):
 _FAST = 0x30100000
 AVAILABLE = _version >= _FAST > ssl.OPENSSL_VERSION_NUMBER
 """Whether it is there and Python's own is slower."""
+
+# How a compiled call ended (see _native.c): OpenSSL or the kernel says why.
+_REFUSED, _FAILED = 2, 3
 
 # What a segment becomes: 17 records of 16 KiB, each with 22 bytes more, and a header's record.
 ROOM_BYTES = (256 << 10) + (8 << 10)
@@ -92,6 +100,20 @@ class Context:
         return Conversation(connection)
 
 
+class Mutex:
+    """The lock of a conversation that is also held by compiled code, which cannot take one of
+    Python's."""
+
+    def __init__(self, conversation: object) -> None:
+        self._conversation = conversation
+
+    def __enter__(self) -> None:
+        _native.lock(self._conversation)
+
+    def __exit__(self, *_: object) -> None:
+        _native.unlock(self._conversation)
+
+
 class Incoming:
     """Ciphertext from the wire, as an ssl.MemoryBIO."""
 
@@ -116,6 +138,7 @@ class Outgoing:
         self._owner = connection
         self._bio = connection._from_ssl
         self._room = bytearray(ROOM_BYTES)
+        self.room = memoryview(self._room)
 
     def read(self) -> bytes | memoryview:
         count = _read(self._bio, self._room)
@@ -125,12 +148,20 @@ class Outgoing:
 
 
 class Conversation:
-    """One TLS connection over two memories. Not for two threads at once."""
+    """One TLS connection over two memories. Not for two threads at once; `mutex` is what they take
+    turns with, and what `receive` and `send` take by themselves. None: nothing was compiled."""
 
     def __init__(self, connection: _Any) -> None:
         self._connection = connection
         self._ssl = connection._ssl
         self.incoming, self.outgoing = Incoming(connection), Outgoing(connection)
+        self.mutex: Mutex | None = None
+        self._compiled: _Any = None
+        if COMPILED:
+            memories = (connection._into_ssl, connection._from_ssl)
+            there = [_address(one) for one in (self._ssl, *memories)]
+            self._compiled = _conversation(*there, *_FUNCTIONS)
+            self.mutex = Mutex(self._compiled)
 
     def do_handshake(self) -> None:
         _lib.ERR_clear_error()
@@ -156,8 +187,7 @@ class Conversation:
             return got, True
         if why == _lib.SSL_ERROR_ZERO_RETURN:
             return got, False
-        self._told(lambda: self._connection._raise_ssl_error(self._ssl, -1))
-        raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"error {why}")
+        raise self._refusal(why)
 
     def write(self, view: memoryview) -> int:
         _lib.ERR_clear_error()
@@ -165,6 +195,30 @@ class Conversation:
         if count <= 0:
             self._told(lambda: self._connection._raise_ssl_error(self._ssl, count))
         return count
+
+    def receive(self, wire: int, view: memoryview, room: memoryview, heard: bytearray) -> int:
+        """Fill the view from the socket `wire`, however long that takes; less only at the end of
+        the stream. `room` is for ciphertext, `heard` counts it."""
+        got, how, why = _native.tls_receive(self._compiled, wire, view, room, heard)
+        if how == _FAILED:
+            raise OSError(why, os.strerror(why))
+        if how == _REFUSED and why != _lib.SSL_ERROR_ZERO_RETURN:
+            raise self._refusal(why)
+        return got
+
+    def send(self, wire: int, head: memoryview, body: memoryview, handed: bytearray) -> None:
+        """Hand both to the socket `wire`, however long that takes."""
+        room = self.outgoing.room
+        how, why = _native.tls_send(self._compiled, wire, head, body, room, handed)
+        if how == _FAILED:
+            raise OSError(why, os.strerror(why))
+        if how == _REFUSED:
+            raise self._refusal(why)
+
+    def _refusal(self, why: int) -> ssl.SSLError:
+        """What pyOpenSSL says of it is raised; there is always something."""
+        self._told(lambda: self._connection._raise_ssl_error(self._ssl, -1))
+        return ssl.SSLError(ssl.SSL_ERROR_SSL, f"error {why}")
 
     def unwrap(self) -> None:
         """Both closing alerts, ours first."""

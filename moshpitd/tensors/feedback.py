@@ -14,8 +14,8 @@ a jitter of the size of e in each result (half a step of the codec), not a drift
 codecs that promise a contraction, and for no others (`Codec.contraction`).
 
 Between `encode` and `settle` both e and the e' that may follow it exist, because a takeover asks
-for the same bytes again and an exclusion for the old e. Each has a whole array, and a byte per part
-says which of the two holds e: settling moves no values.
+for the same bytes again and an exclusion for the old e. Each part that travels lossy has memory for
+both, side by side, and a byte says which of the two holds e: settling moves no values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.tensors.codecs import Codec
 from moshpitd.tensors.dtypes import DTYPES, dtype_name
 from moshpitd.tensors.layout import Layout, Part
-from moshpitd.tensors.mapped import anonymous
+from moshpitd.tensors.mapped import Area
 from moshpitd.tensors.reduction import first_nonfinite
 from moshpitd.tensors.slices import SLICE_BYTES, slice_bounds
 
@@ -47,17 +47,17 @@ _ZERO, _NOTHING, _LOST = 2, 3, 4
 class ErrorFeedback:
     """The residual of one bucket, on one side (sender or reducer).
 
-    Invariant: e lies where its element lies in the region, whoever the members of a round are, so a
-    change of the group moves nothing. Parts of other dtypes than float32 have no residual.
+    Invariant: e belongs to its part, whoever the members of a round are, so a change of the group
+    moves nothing. Parts of other dtypes than float32 have no residual.
 
     Calls about different parts may come from different threads; those about one part must not
     overlap (the caller holds the part's lock). `state_dict`, `hand_over` and their like are for the
     time between rounds.
 
-    Memory: two flat arrays of the region's size, taken when they are first written to. They are
-    mapped zeros, of which only the pages count that somebody wrote: a residual costs twice the
-    parts that travel lossy, on the side that loses. `dropped` counts parts whose residual was
-    given up, by reason: half a step of the codec is then lost for good.
+    Memory: twice the parts that travel lossy, on the side that loses, taken part by part when they
+    are first written to: both halves of a part at once, one behind the other, so that huge pages
+    hold nothing else. `dropped` counts parts whose residual was given up, by reason: half a step
+    of the codec is then lost for good.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -65,7 +65,8 @@ class ErrorFeedback:
         self._parts = layout.parts
         self._region = next((r for r in layout.regions if r.dtype == LOSSY_DTYPE), None)
         self._lock = threading.Lock()  # only for taking memory
-        self._arrays: list[Tensor | None] = [None, None]
+        self._area = self._new_area()
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # part -> both of its halves
         self._at = bytearray([_ZERO]) * len(layout.parts)  # part -> where e is
         self._held = bytearray([_NOTHING]) * len(layout.parts)  # part -> where an e' is held
         self._written = [bytearray(len(layout.parts)), bytearray(len(layout.parts))]
@@ -187,7 +188,8 @@ class ErrorFeedback:
         if reason:
             self.dropped[reason] += sum(1 for _ in self._residual_parts())
         with self._lock:
-            self._arrays = [None, None]
+            self._slots = {}
+            self._area = self._new_area()
             self._nbytes = 0
             count = len(self._parts)
             self._at[:] = bytes([_ZERO]) * count
@@ -233,20 +235,22 @@ class ErrorFeedback:
         self._at[part.index], self._held[part.index] = _ZERO, _NOTHING
 
     def _slot(self, part: Part, where: int) -> Tensor:
-        """The part's elements in one of the arrays, which is mapped when it is first asked for."""
-        array = self._arrays[where]
-        if array is None or not self._written[where][part.index]:
+        """One of the part's halves."""
+        slots = self._slots.get(part.index)
+        if slots is None or not self._written[where][part.index]:
             with self._lock:
-                array = self._arrays[where]
-                if array is None:
-                    assert self._region is not None
-                    size = self._region.numel * DTYPES[LOSSY_DTYPE].itemsize
-                    array = self._arrays[where] = anonymous(size).view(torch.float32)
+                slots = self._slots.get(part.index)
+                if slots is None:
+                    both = self._area.take(2 * part.nbytes).view(torch.float32)
+                    slots = self._slots[part.index] = both[: part.numel], both[part.numel :]
                 if not self._written[where][part.index]:
                     self._written[where][part.index] = 1
                     self._nbytes += part.nbytes
-        start, stop = self._bounds(part)
-        return array[start:stop]
+        return slots[where]
+
+    def _new_area(self) -> Area:
+        """Nothing is mapped before the first part asks."""
+        return Area(2 * sum(part.nbytes for part in self._of_region()))
 
     def _of_region(self) -> Iterable[Part]:
         return (part for part in self._parts if part.dtype == LOSSY_DTYPE)

@@ -16,14 +16,16 @@ from moshpitd.errors import LocalProtocolError
 try:
     from moshpitd import _native as native
 
-    BUILT = True
+    BUILT = hasattr(native, "copy_past")  # not in one that was built of an older source
 except ImportError:
     native = None  # type: ignore[assignment]
     BUILT = False
 
-__all__ = ["BUILT", "CPU", "address", "native", "takes"]
+__all__ = ["BUILT", "CPU", "address", "copy_past", "native", "takes"]
 
 CPU = torch.device("cpu")  # where all of it is
+# Below this the caches hold both sides, and what is copied may be read there at once.
+PAST_BYTES = 256 << 10
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -42,3 +44,22 @@ def address(values: Tensor | None, numel: int, dtype: torch.dtype = torch.float3
             f"{dtype} of at least {numel}"
         )
     return values.data_ptr()
+
+
+def copy_past(source: Tensor, target: Tensor, *, non_blocking: bool = False) -> None:
+    """source -> target of the same shape, in this thread and past the caches where that can be: for
+    what is not read again soon. They do not overlap. `non_blocking` is for torch's copy."""
+    nbytes = target.numel() * target.element_size()
+    if (
+        nbytes >= PAST_BYTES
+        and takes(source, target)
+        and source.dtype == target.dtype
+        and source.shape == target.shape
+        and source.is_contiguous()
+        and target.is_contiguous()
+        and not source.is_neg()
+        and not source.is_conj()
+    ):
+        native.copy_past(target.data_ptr(), source.data_ptr(), nbytes)
+    else:
+        target.copy_(source, non_blocking=non_blocking)

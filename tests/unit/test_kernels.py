@@ -233,3 +233,23 @@ def test_the_checksum_is_that_of_zlib() -> None:
         assert crc32(memoryview(bytearray(payload))[size // 3 :]) == zlib.crc32(
             payload[size // 3 :]
         )
+
+
+@pytest.mark.parametrize("nbytes", [262_143, 262_144, 262_144 + 127, 1_000_003])
+@pytest.mark.parametrize("apart", [0, 1, 31])
+def test_a_copy_past_the_caches_is_the_copy_and_nothing_beside_it(nbytes: int, apart: int) -> None:
+    source = torch.randint(0, 256, (nbytes + 3,), dtype=torch.uint8)[3:]
+    whole = torch.full((nbytes + 64,), 7, dtype=torch.uint8)
+    kernels.copy_past(source, whole[apart : apart + nbytes])
+    assert torch.equal(whole[apart : apart + nbytes], source)
+    assert (whole[:apart] == 7).all()
+    assert (whole[apart + nbytes :] == 7).all()
+
+
+def test_what_is_no_plain_copy_is_torchs() -> None:
+    source = torch.arange(200_000, dtype=torch.float64)
+    target = torch.zeros(100_000)
+    kernels.copy_past(source[::2], target)
+    assert torch.equal(target, source[::2].float())
+    kernels.copy_past(torch.ones(1), target.view(100_000, 1)[:1, 0])
+    assert target[0] == 1

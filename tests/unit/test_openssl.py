@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -73,23 +74,29 @@ def sent(stream: TlsStream | PlainStream, payload: bytes) -> None:
         stream.write((memoryview(b"!"), view[start : start + 262_144]))
 
 
-def received(stream: TlsStream | PlainStream, count: int) -> bytes:
+def received(
+    stream: TlsStream | PlainStream, count: int, patience_s: float | None = TIMEOUT_S
+) -> bytes:
     whole, mark = bytearray(), memoryview(bytearray(1))
     room = memoryview(bytearray(262_144))
     while len(whole) < count:
-        assert stream.read_into(mark, TIMEOUT_S) == 1
+        assert stream.read_into(mark, patience_s) == 1
         assert mark == b"!"
         piece = room[: min(262_144, count - len(whole))]
-        assert stream.read_into(piece, TIMEOUT_S) == len(piece)
+        assert stream.read_into(piece, patience_s) == len(piece)
         whole += piece
     return bytes(whole)
 
 
-def both_ways(one: TlsStream | PlainStream, other: TlsStream | PlainStream) -> None:
+def both_ways(
+    one: TlsStream | PlainStream,
+    other: TlsStream | PlainStream,
+    patience_s: float | None = TIMEOUT_S,
+) -> None:
     with ThreadPoolExecutor(3) as pool:
         tasks = [pool.submit(sent, one, PAYLOAD), pool.submit(sent, other, PAYLOAD)]
-        there = pool.submit(received, other, len(PAYLOAD))
-        assert received(one, len(PAYLOAD)) == PAYLOAD
+        there = pool.submit(received, other, len(PAYLOAD), patience_s)
+        assert received(one, len(PAYLOAD), patience_s) == PAYLOAD
         assert there.result(TIMEOUT_S) == PAYLOAD
         for task in tasks:
             task.result(TIMEOUT_S)
@@ -108,6 +115,36 @@ def test_bytes_go_both_ways_at_once_and_both_ends_are_proven(
         both_ways(dialler.stream, listener.stream)
 
 
+@WAYS
+def test_without_a_bound_segments_are_moved_by_compiled_code_and_counted(
+    dials: bool, listens: bool, tmp_path: Path
+) -> None:
+    with linked(tmp_path, dials, listens) as (dialler, listener):
+        before = listener.stream.wire.bytes_heard
+        assert before == dialler.stream.wire.bytes_handed > 0  # the handshake
+        both_ways(dialler.stream, listener.stream, None)
+        for proven, other in ((dialler, listener), (listener, dialler)):
+            assert proven.stream.wire.bytes_heard == other.stream.wire.bytes_handed
+            assert proven.stream.wire.bytes_heard > before + len(PAYLOAD)
+        both_ways(dialler.stream, listener.stream)  # the two may take turns
+
+
+@WAYS
+@pytest.mark.parametrize("shut", ["here", "there"])
+def test_whoever_waits_without_a_bound_is_let_go_when_the_socket_is_shut(
+    dials: bool, listens: bool, shut: str, tmp_path: Path
+) -> None:
+    with linked(tmp_path, dials, listens) as (dialler, listener), ThreadPoolExecutor(2) as pool:
+        dialler.stream.write((memoryview(b"abc"),))
+        reading = pool.submit(listener.stream.read_into, memoryview(bytearray(5)))
+        while listener.stream.wire.bytes_heard < dialler.stream.wire.bytes_handed:
+            assert not reading.done()
+        (listener if shut == "here" else dialler).stream.wire.shut()
+        assert reading.result(TIMEOUT_S) == 3
+        with pytest.raises(LinkBroken, match=r"(?i)pipe"):
+            (listener if shut == "here" else dialler).stream.write((memoryview(b"x"),))
+
+
 def test_records_are_read_one_by_one_where_nothing_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,10 +161,14 @@ def test_the_plain_stream_begins_where_tls_ends(dials: bool, listens: bool, tmp_
         stripping = pool.submit(dialler.stream.strip, TIMEOUT_S)
         plain = listener.stream.strip(TIMEOUT_S)
         both_ways(plain, stripping.result(TIMEOUT_S))
+        both_ways(plain, stripping.result(TIMEOUT_S), None)
 
 
 @WAYS
-def test_a_changed_byte_ends_the_stream(dials: bool, listens: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("patience_s", [None, TIMEOUT_S])
+def test_a_changed_byte_ends_the_stream(
+    dials: bool, listens: bool, patience_s: float | None, tmp_path: Path
+) -> None:
     with linked(tmp_path, dials, listens) as (dialler, listener):
         dialler.stream.write((memoryview(b"whole"),))
         room = memoryview(bytearray(5))
@@ -137,7 +178,7 @@ def test_a_changed_byte_ends_the_stream(dials: bool, listens: bool, tmp_path: Pa
         sealed[-1] ^= 1
         dialler.stream.wire.send((memoryview(sealed),), TIMEOUT_S)
         with pytest.raises(LinkBroken):
-            listener.stream.read_into(room, TIMEOUT_S)
+            listener.stream.read_into(room, patience_s)
 
 
 @WAYS
@@ -212,6 +253,27 @@ def test_who_comes_back_with_a_session_shakes_hands_anew(tmp_path: Path) -> None
                 session = secured.session
             assert proven.peer_id == dialler.peer_id
         ours.close()
+
+
+@pytest.mark.skipif(not openssl.COMPILED, reason="moshpitd._native is not built")
+def test_buffers_that_do_not_fit_are_refused_before_anything_is_moved(tmp_path: Path) -> None:
+    native: Any = vars(openssl)["_native"]
+    count, room = bytearray(8), memoryview(bytearray(8))
+    with linked(tmp_path, True, True) as (dialler, _):
+        conversation = dialler.stream._tls
+        assert isinstance(conversation, openssl.Conversation)
+        wire = dialler.stream.wire.descriptor
+        with pytest.raises(ValueError, match="8 aligned bytes"):
+            conversation.receive(wire, room, room, bytearray(7))
+        with pytest.raises(ValueError, match="no bytes"):
+            conversation.receive(wire, room, room[:0], count)
+        with pytest.raises(TypeError, match="read-write"):
+            conversation.receive(wire, memoryview(b"read only"), room, count)
+        with pytest.raises(ValueError, match="8 aligned bytes"):
+            native.receive(wire, room, bytearray(9))
+        with pytest.raises(ValueError, match="nine addresses"):
+            native.conversation(1, 2, 3, 4, 5, 6, 7, 8, 0)
+        assert dialler.stream.wire.bytes_handed > 0 == int.from_bytes(count, "little")
 
 
 def test_an_error_that_others_left_behind_is_not_this_links(tmp_path: Path) -> None:
