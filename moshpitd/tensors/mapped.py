@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -37,15 +37,11 @@ __all__ = [
 
 
 _Room: TypeAlias = npt.NDArray[np.uint8]
-# Rooms that a search looks at: a run has two or three sizes of them (a part's, its payload's, those
-# of the last part), so one that fits is among the first few or there is none.
-ROOMS_TRIED = 16
 HUGE_PAGE_BYTES = 2 << 20
 # What an area takes at once: no more than a small layout needs, and never so much that a kernel
 # that does not overcommit would refuse it.
 AREA_BYTES = 64 << 20
-# Rooms of a part and of its payload are cut from so much: eight or sixteen of them. The kernel gets
-# it back when the last of them goes.
+# Rooms of a part and of its payload are cut from so much: eight or sixteen of them.
 ROOMS_CUT_BYTES = 8 << 20
 ALIGNED_BYTES = 64  # a line of the cache, and what the widest stores want
 
@@ -60,7 +56,7 @@ def tensor_of(
     return torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=count)
 
 
-def anonymous(nbytes: int) -> Tensor:
+def anonymous(nbytes: int, *, what: str = "a copy of the parameters") -> Tensor:
     """Fresh zeroed memory that no file names; it goes with the process, however that ends.
 
     In huge pages where the kernel has them: to touch a GB for the first time takes 0.05 s then and
@@ -76,7 +72,7 @@ def anonymous(nbytes: int) -> Tensor:
         return tensor_of(memory)
     except (OSError, OverflowError) as error:
         raise TrainerError(
-            f"no memory for a copy of the parameters: {nbytes} bytes needed ({error})",
+            f"no memory for {what}: {nbytes} bytes needed ({error})",
             code="RESOURCE_EXHAUSTED",
             reason="no_room",
         ) from error
@@ -118,9 +114,21 @@ class Area:
         """1-D uint8, zeros. Not for two threads at once."""
         need = -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
         if self._rest.numel() < need:
-            self._rest = anonymous(max(need, self._step))
+            self._rest = anonymous(max(need, self._step), what="what codecs left over")
         piece, self._rest = self._rest[:nbytes], self._rest[need:]
         return piece
+
+
+class _Block:
+    """Rooms of one size that lie in one mapping. The kernel gets it back as a whole, when the last
+    of them goes; so they are kept together or not at all."""
+
+    __slots__ = ("free", "kept", "room_bytes")
+
+    def __init__(self, room_bytes: int) -> None:
+        self.room_bytes = room_bytes
+        self.free: list[_Room] = []
+        self.kept = True
 
 
 class Rooms:
@@ -130,53 +138,92 @@ class Rooms:
     daemon's work in a round, and every round took them anew. Nobody hands a room back, because a
     payload may still be on its way to a slow member when its round is over.
 
-    Invariant: a room is lent to one holder, and at most `keep_bytes` wait for the next.
+    Invariant: a room is lent to one holder, and at most `keep_bytes` wait for the next. Nothing of
+    a block waits once a part of it was given up: one room would hold all of it in memory.
     """
 
     def __init__(self, *, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
-        # Reentrant, because a collection of garbage may end a lease in the middle of `take`.
-        self._lock = threading.RLock()
-        self._free: deque[_Room] = deque()
+        self._lock = threading.Lock()
+        # What came back and is not sorted in yet. A collection of garbage may end a lease anywhere,
+        # also in the middle of what the lock protects; then whoever holds it sorts that in too.
+        self._back: deque[tuple[_Block, _Room]] = deque()
+        # Blocks with rooms that wait, those last that something came back to last.
+        self._by_age: OrderedDict[_Block, None] = OrderedDict()
+        self._by_size: dict[int, OrderedDict[_Block, None]] = {}
         self.waiting_bytes = 0
 
     def take(self, nbytes: int) -> Tensor:
         """1-D uint8, not initialised; as long as it or a view of it lives nobody else gets it."""
-        room = self._found(nbytes)
-        if room is None:
-            room = self._made(nbytes)
+        with self._lock:
+            found = self._found(nbytes)
+        self._sort_in()
+        block, room = self._made(nbytes) if found is None else found
         lease = room[:]  # every tensor and memoryview over it keeps this object alive
-        weakref.finalize(lease, self._back, room).atexit = False
+        weakref.finalize(lease, self._come_back, block, room).atexit = False
         return torch.from_numpy(lease)
 
-    def _found(self, nbytes: int) -> _Room | None:
-        with self._lock:
-            # The last one that came back: a cache may hold it still.
-            for back in range(1, min(len(self._free), ROOMS_TRIED) + 1):
-                room = self._free[-back]
-                if room.nbytes == nbytes:
-                    del self._free[-back]
-                    self.waiting_bytes -= nbytes
-                    return room
-        return None
+    def _found(self, nbytes: int) -> tuple[_Block, _Room] | None:
+        """Lock held. The last one that came back: a cache may hold it still."""
+        blocks = self._by_size.get(nbytes)
+        if blocks is None:
+            return None
+        block = next(reversed(blocks))
+        room = block.free.pop()
+        self.waiting_bytes -= nbytes
+        if not block.free:
+            self._forget(block)
+        return block, room
 
-    def _made(self, nbytes: int) -> _Room:
+    def _made(self, nbytes: int) -> tuple[_Block, _Room]:
         """Many of a size at once, in huge pages; a small or a large one alone."""
-        need = -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
-        count = ROOMS_CUT_BYTES // need
+        block = _Block(nbytes)
+        need = max(ALIGNED_BYTES, -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES)
+        count = min(ROOMS_CUT_BYTES, self._keep_bytes) // need
         if count < 2 or nbytes < ROOMS_CUT_BYTES // 64:
-            return np.empty(nbytes, np.uint8)
-        whole = anonymous(ROOMS_CUT_BYTES).numpy()
+            return block, np.empty(nbytes, np.uint8)
+        whole = anonymous(count * need, what="parts and payloads").numpy()
         for start in range(need, count * need, need):
-            self._back(whole[start : start + nbytes])
-        return whole[:nbytes]
+            self._back.append((block, whole[start : start + nbytes]))
+        self._sort_in()
+        return block, whole[:nbytes]
 
-    def _back(self, room: _Room) -> None:
-        with self._lock:
-            self._free.append(room)
-            self.waiting_bytes += room.nbytes
-            while self.waiting_bytes > self._keep_bytes:
-                self.waiting_bytes -= self._free.popleft().nbytes
+    def _come_back(self, block: _Block, room: _Room) -> None:
+        self._back.append((block, room))
+        self._sort_in()
+
+    def _sort_in(self) -> None:
+        """Not while another one is at it: who lets the lock go looks again, so nothing is left."""
+        while self._back and self._lock.acquire(blocking=False):
+            try:
+                while self._back:
+                    self._wait(*self._back.popleft())
+            finally:
+                self._lock.release()
+
+    def _wait(self, block: _Block, room: _Room) -> None:
+        """Lock held."""
+        if not block.kept:
+            return
+        block.free.append(room)
+        self.waiting_bytes += room.nbytes
+        for blocks in (self._by_age, self._by_size.setdefault(room.nbytes, OrderedDict())):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while self.waiting_bytes > self._keep_bytes:
+            oldest = next(iter(self._by_age))
+            self._forget(oldest)
+            self.waiting_bytes -= len(oldest.free) * oldest.room_bytes
+            oldest.kept = False
+            oldest.free.clear()
+
+    def _forget(self, block: _Block) -> None:
+        """Lock held: nothing of it waits."""
+        del self._by_age[block]
+        blocks = self._by_size[block.room_bytes]
+        del blocks[block]
+        if not blocks:
+            del self._by_size[block.room_bytes]
 
 
 class Scratch(threading.local):
