@@ -50,8 +50,12 @@ def copy_past(source: Tensor, target: Tensor, *, non_blocking: bool = False) -> 
     """source -> target of the same shape, in this thread and past the caches where that can be: for
     what is not read again soon. They do not overlap. `non_blocking` is for torch's copy."""
     nbytes = target.numel() * target.element_size()
+    # A class of its own may keep its values elsewhere, and what is known to be zero keeps none (its
+    # address is 0): what they are worth only torch's copy knows.
     if (
         nbytes >= PAST_BYTES
+        and type(source) is Tensor
+        and type(target) is Tensor
         and takes(source, target)
         and source.dtype == target.dtype
         and source.shape == target.shape
@@ -59,6 +63,7 @@ def copy_past(source: Tensor, target: Tensor, *, non_blocking: bool = False) -> 
         and target.is_contiguous()
         and not source.is_neg()
         and not source.is_conj()
+        and source.data_ptr() != 0
     ):
         native.copy_past(target.data_ptr(), source.data_ptr(), nbytes)
     else:

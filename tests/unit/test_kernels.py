@@ -10,6 +10,7 @@ import math
 import random
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -140,8 +141,8 @@ def test_a_block_that_is_not_like_those_before_it(
             without.setattr(kernels, "BUILT", False)
             slow = Made(codec, values, added, told=fed)
         assert {one.finite for one in fast} == {slow.finite}, what
-        for one in fast if slow.finite else ():
-            for quick, plain in zip(one.bits(), slow.bits(), strict=True):
+        for again in fast if slow.finite else ():
+            for quick, plain in zip(again.bits(), slow.bits(), strict=True):
                 assert torch.equal(quick, plain), what
 
 
@@ -253,3 +254,32 @@ def test_what_is_no_plain_copy_is_torchs() -> None:
     assert torch.equal(target, source[::2].float())
     kernels.copy_past(torch.ones(1), target.view(100_000, 1)[:1, 0])
     assert target[0] == 1
+
+
+class Tripled(torch.Tensor):
+    """A trainer's own class, with its values in another tensor, as quantised weights have them."""
+
+    third: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, third: torch.Tensor) -> Tripled:
+        made = torch.Tensor._make_wrapper_subclass(cls, third.shape, dtype=third.dtype)
+        made.third = third
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # named by position
+        cls, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].third)
+        worth = [one.third * 3 if isinstance(one, Tripled) else one for one in args]
+        return function(*worth, **(kwargs or {}))
+
+
+def test_what_has_its_values_elsewhere_is_copied_by_torch() -> None:
+    target = torch.full((100_000,), 7.0)
+    kernels.copy_past(Tripled(torch.ones(100_000)), target)
+    assert (target == 3).all()
+    kernels.copy_past(torch._efficientzerotensor(100_000), target)
+    assert (target == 0).all()
