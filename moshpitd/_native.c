@@ -633,7 +633,9 @@ typedef struct {
     int (*bio_read)(void *bio, void *to, int count);
     int (*bio_write)(void *bio, const void *from, int count);
     void (*clear_error)(void);
-    /* Held whenever ssl or one of its two memories is touched, never during a call to the kernel. */
+    /* Held whenever ssl or one of its two memories is touched, never during a call to the kernel.
+       After REFUSED the caller holds it: once OpenSSL refuses one direction it refuses the other,
+       without a word, and whoever is next shall find written down what this one heard. */
     pthread_mutex_t lock;
 } conversation_t;
 
@@ -656,7 +658,7 @@ static ptrdiff_t tls_received(conversation_t *with, int descriptor, uint8_t *to,
             break;
         if (*why != WANTS_TO_READ) {
             *how = REFUSED;
-            break;
+            return got;
         }
         pthread_mutex_unlock(&with->lock);
         ptrdiff_t count = received(descriptor, room, room_bytes, heard);
@@ -693,7 +695,6 @@ static int tls_sent(conversation_t *with, int descriptor, const struct iovec *pi
             taken = with->ssl_write(with->ssl, from, part);
             if (taken <= 0) {
                 *why = with->ssl_get_error(with->ssl, taken);
-                pthread_mutex_unlock(&with->lock);
                 return REFUSED;
             }
             from += taken;
@@ -1044,9 +1045,11 @@ static PyMethodDef METHODS[] = {
     {"lock", py_lock, METH_O, "lock(conversation)"},
     {"unlock", py_unlock, METH_O, "unlock(conversation), by the thread that locked it"},
     {"tls_receive", py_tls_receive, METH_VARARGS,
-     "tls_receive(conversation, descriptor, to, room, heard) -> (count, how it ended, why)"},
+     "tls_receive(conversation, descriptor, to, room, heard) -> (count, how it ended, why); "
+     "refused (2): locked"},
     {"tls_send", py_tls_send, METH_VARARGS,
-     "tls_send(conversation, descriptor, head, body, room, handed) -> (how it ended, why)"},
+     "tls_send(conversation, descriptor, head, body, room, handed) -> (how it ended, why); "
+     "refused (2): locked"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -157,6 +158,7 @@ class Conversation:
         self.incoming, self.outgoing = Incoming(connection), Outgoing(connection)
         self.mutex: Mutex | None = None
         self._compiled: _Any = None
+        self._cause = ""  # why it is over for both directions
         if COMPILED:
             memories = (connection._into_ssl, connection._from_ssl)
             there = [_address(one) for one in (self._ssl, *memories)]
@@ -193,7 +195,7 @@ class Conversation:
         _lib.ERR_clear_error()
         count = int(_lib.SSL_write(self._ssl, _ffi.from_buffer(view), len(view)))
         if count <= 0:
-            self._told(lambda: self._connection._raise_ssl_error(self._ssl, count))
+            raise self._refusal(int(_lib.SSL_get_error(self._ssl, count)))
         return count
 
     def receive(self, wire: int, view: memoryview, room: memoryview, heard: bytearray) -> int:
@@ -202,8 +204,10 @@ class Conversation:
         got, how, why = _native.tls_receive(self._compiled, wire, view, room, heard)
         if how == _FAILED:
             raise OSError(why, os.strerror(why))
-        if how == _REFUSED and why != _lib.SSL_ERROR_ZERO_RETURN:
-            raise self._refusal(why)
+        if how == _REFUSED:
+            with self._refused():
+                if why != _lib.SSL_ERROR_ZERO_RETURN:
+                    raise self._refusal(why)
         return got
 
     def send(self, wire: int, head: memoryview, body: memoryview, handed: bytearray) -> None:
@@ -213,12 +217,31 @@ class Conversation:
         if how == _FAILED:
             raise OSError(why, os.strerror(why))
         if how == _REFUSED:
-            raise self._refusal(why)
+            with self._refused():
+                raise self._refusal(why)
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """A compiled call that was refused has left the mutex locked."""
+        try:
+            yield
+        finally:
+            _native.unlock(self._compiled)
 
     def _refusal(self, why: int) -> ssl.SSLError:
-        """What pyOpenSSL says of it is raised; there is always something."""
-        self._told(lambda: self._connection._raise_ssl_error(self._ssl, -1))
-        return ssl.SSLError(ssl.SSL_ERROR_SSL, f"error {why}")
+        """What OpenSSL says of it. It says so once, to the thread that it refuses first, and fails
+        in both directions from then on: who comes later is told the same."""
+        if self._cause:
+            _lib.ERR_clear_error()
+            return ssl.SSLError(ssl.SSL_ERROR_SSL, self._cause)
+        try:
+            self._told(lambda: self._connection._raise_ssl_error(self._ssl, -1))
+            self._cause = f"error {why}"
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError, ssl.SSLEOFError) as error:
+            return error
+        except ssl.SSLError as error:
+            self._cause = str(error.strerror)
+        return ssl.SSLError(ssl.SSL_ERROR_SSL, self._cause)
 
     def unwrap(self) -> None:
         """Both closing alerts, ours first."""

@@ -10,8 +10,9 @@ import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -179,6 +180,44 @@ def test_a_changed_byte_ends_the_stream(
         dialler.stream.wire.send((memoryview(sealed),), TIMEOUT_S)
         with pytest.raises(LinkBroken):
             listener.stream.read_into(room, patience_s)
+
+
+@pytest.mark.parametrize("patience_s", [None, TIMEOUT_S])
+def test_both_directions_say_why_a_stream_is_over(
+    patience_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL says it to one thread only, and the other one may be the first to end the link."""
+    with linked(tmp_path, True, True) as (dialler, listener), ThreadPoolExecutor(1) as pool:
+        with dialler.stream._lock:
+            dialler.stream._tls.write(memoryview(b"changed"))
+        sealed = bytearray(dialler.stream._outgoing.read())
+        sealed[-1] ^= 1
+        dialler.stream.wire.send((memoryview(sealed),), TIMEOUT_S)
+        conversation = listener.stream._tls
+        assert isinstance(conversation, openssl.Conversation)
+        refusal = conversation._refusal
+        writing: list[Future[None]] = []
+
+        def write() -> None:
+            listener.stream.write((memoryview(b"x"),), patience_s)
+
+        def refused(why: int) -> ssl.SSLError:
+            if not writing:  # it waits until the reader knows what to say
+                writing.append(pool.submit(write))
+                time.sleep(0.1)
+                assert not writing[0].done()
+            return refusal(why)
+
+        monkeypatch.setattr(conversation, "_refusal", refused)
+        with pytest.raises(LinkBroken, match="bad record mac"):
+            listener.stream.read_into(memoryview(bytearray(5)), patience_s)
+        with pytest.raises(LinkBroken, match="bad record mac"):
+            writing[0].result(TIMEOUT_S)
+        for again_s in (None, TIMEOUT_S):
+            with pytest.raises(LinkBroken, match="bad record mac"):
+                listener.stream.write((memoryview(b"x"),), again_s)
+            with pytest.raises(LinkBroken, match="bad record mac"):
+                listener.stream.read_into(memoryview(bytearray(5)), again_s)
 
 
 @WAYS
