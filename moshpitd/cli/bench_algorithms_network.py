@@ -27,13 +27,9 @@ if TYPE_CHECKING:
 WARM_UP = 8
 """Steps before those that are timed, without pace: daemons hear of the run, links open, replicas of
 neighbours are exchanged, and what averages every 8 steps has done so once."""
-SETTINGS = {
-    "averaging.window_s": 2.0,
-    "averaging.answer_timeout_s": 1.0,
-    "averaging.part_bytes": 1 << 16,
-}
-"""A window for uneven trainers only costs time where all of them run on one machine. Small parts,
-because a model of real size has thousands of them, of which every peer reduces its share."""
+PART_BYTES = 1 << 16
+"""Small, because a model of real size has thousands of parts, of which every peer reduces its
+share."""
 NAMES_PER_SITE = 15
 """Algorithms that the same daemons see. A daemon has 64 runs at most and keeps those that it had;
 an algorithm takes up to three, some of them twice: 27 algorithms once filled it."""
@@ -44,7 +40,7 @@ STEP_S = (
 )
 PATIENCE_S = 100.0  # beside that: three rounds that time out
 STAY_AT_ONE_NODE = ("asysg-incon",)  # memory of one node: all trainers are at the first daemon
-WORKER, DELAYED = "moshpitd.testing.bench.by_name", "moshpitd.testing.bench.delayed"
+WORKER = "moshpitd.testing.bench.by_name"
 
 
 def networks() -> tuple[Net, ...]:
@@ -136,13 +132,15 @@ def _site(net: Net, plan: Plan) -> Iterator[_Site]:
     """Namespaces with a daemon each, up and joined, and their trainers."""
     from moshpitd.cli import namespaces as kernel
     from moshpitd.cli.bench_processes import Swarm, processes
+    from moshpitd.cli.demo_stage import LOCKSTEP
 
     mbps = net.up_bits_per_s / 1e6
     lines = [kernel.Line(mbps, (net.down_bits_per_s or net.up_bits_per_s) / 1e6)] * plan.peers
     # The namespaces last longer than the processes in them: `processes` ends first.
     with kernel.namespaces(lines) as places, processes() as (children, folder):
         swarm = Swarm(
-            children, folder, peers=plan.peers, numel=0, settings=SETTINGS,
+            children, folder, peers=plan.peers, numel=0,
+            settings={**LOCKSTEP, "averaging.part_bytes": PART_BYTES},
             places=[_place(one, delayed=net.latency_s > 0) for one in places],
         )  # fmt: skip
         if net.latency_s > 0:
@@ -160,16 +158,13 @@ def _site(net: Net, plan: Plan) -> Iterator[_Site]:
 def _place(namespace: Namespace, *, delayed: bool) -> Any:
     """With a proxy in front the daemon listens behind it, and others are told of the proxy."""
     from moshpitd.cli.bench_namespaces import place_of
-    from moshpitd.cli.bench_processes import Place
+    from moshpitd.cli.bench_processes import Place, announced
 
     place = place_of(namespace)
     if not delayed:
         return place
-    announced = {
-        "network.announce": [f"/ip4/{namespace.host}/tcp/{CONTROL}"],
-        "network.link_announce": [f"{namespace.host}:{LINKS}"],
-    }
-    return Place(place.within, "", {**place.settings, **announced})
+    seen = announced(namespace.host, CONTROL, LINKS)
+    return Place(place.within, "", {**place.settings, **seen})
 
 
 def _delay(
@@ -180,16 +175,16 @@ def _delay(
     delay_s: float,
 ) -> None:
     """A proxy in each namespace, in front of the daemon that will listen behind it."""
-    from moshpitd.cli.bench_processes import START_S, start_worker
+    from moshpitd.cli.bench_processes import START_S, start_delay
 
-    proxies = []
-    for node, place in zip(swarm.nodes, places, strict=True):
-        arguments = ["-m", DELAYED, "--host", place.host, "--delay-s", str(delay_s)]
-        for port, target in zip((CONTROL, LINKS), node.ports, strict=True):
-            arguments += ["--path", str(port), f"127.0.0.1:{target}"]
-        log = folder / f"delay-{node.index}.log"
-        name = f"the delay of {node.name}"
-        proxies.append(start_worker(children, name, arguments, log, within=place.within))
+    proxies = [
+        start_delay(
+            children, f"the delay of {node.name}", folder / f"delay-{node.index}.log",
+            host=place.host, delay_s=delay_s, within=place.within,
+            paths=zip((CONTROL, LINKS), node.ports, strict=True),
+        )
+        for node, place in zip(swarm.nodes, places, strict=True)
+    ]  # fmt: skip
     for proxy in proxies:
         proxy.hear(START_S)
 

@@ -25,19 +25,14 @@ TIMES_FASTER = 3.0
 RING, AVERAGE = "ring all-reduce", "group average"
 BARRED = ("d-psgd", "low-precision-decentralized")
 SYSTEMS = (RING, *BARRED, AVERAGE)
-SETTINGS = {
-    "averaging.codec": "float32",  # the ring and d-psgd send float32 too
-    "averaging.window_s": 2.0,
-    "averaging.answer_timeout_s": 1.0,
-}
-"""A window for uneven trainers only costs time where all of them run on one machine."""
+CODEC = "float32"  # the ring and d-psgd send float32 too
 PAUSE_S = 0.1
 """As trainers compute: the acknowledgements of one step are through before the next begins."""
 WARM_UP = 5
 """Steps of each that are not measured: the first meet through the directory and open the links, and
 the neighbours' replicas are exchanged in the second."""
 STEP_S = 60.0  # one step on a busy machine; longer than what ends a step by itself
-WORKER, DELAYED = "moshpitd.testing.bench.delay", "moshpitd.testing.bench.delayed"
+WORKER = "moshpitd.testing.bench.delay"
 
 
 def delay(
@@ -105,29 +100,33 @@ def _trainers(
     children: Children, folder: Path, peers: int, delay_s: float, numel: int
 ) -> Iterator[list[Worker]]:
     """Trainers at daemons of their own, and in a ring; between any two of them is the delay."""
-    from moshpitd.cli.bench_processes import START_S, Place, Swarm, ask_all, start_worker
+    from moshpitd.cli.bench_processes import (
+        START_S,
+        Place,
+        Swarm,
+        announced,
+        ask_all,
+        start_delay,
+        start_worker,
+    )
     from moshpitd.cli.demo_processes import free_ports
+    from moshpitd.cli.demo_stage import LOCKSTEP
 
     ports = free_ports(6 * peers)
-    real, ports = ports[: 3 * peers], ports[3 * peers :]
-    own, rings = real[: 2 * peers], real[2 * peers :]
-    seen, seen_rings = ports[: 2 * peers], ports[2 * peers :]
-    arguments = ["-m", DELAYED, "--host", "127.0.0.1", "--delay-s", str(delay_s)]
-    for port, target in zip((*seen, *seen_rings), real, strict=True):
-        arguments += ["--path", str(port), f"127.0.0.1:{target}"]
-    proxy = start_worker(children, "the delay", arguments, folder / "delay.log")
-    places = [
-        Place(
-            settings={
-                "network.announce": [f"/ip4/127.0.0.1/tcp/{control}"],
-                "network.link_announce": [f"127.0.0.1:{links}"],
-            }
-        )
-        for control, links in zip(seen[::2], seen[1::2], strict=True)
-    ]
+    real, seen = ports[: 3 * peers], ports[3 * peers :]  # daemons' two each, then the ring's
+    proxy = start_delay(
+        children, "the delay", folder / "delay.log",
+        host="127.0.0.1", delay_s=delay_s, paths=zip(seen, real, strict=True),
+    )  # fmt: skip
+    own, rings, seen_rings = real[: 2 * peers], real[2 * peers :], seen[2 * peers :]
     swarm = Swarm(
-        children, folder, peers=peers, numel=0, settings=SETTINGS, places=places, ports=own
-    )
+        children, folder, peers=peers, numel=0, ports=own,
+        settings={"averaging.codec": CODEC, **LOCKSTEP},
+        places=[
+            Place(settings=announced("127.0.0.1", *seen[at : at + 2]))
+            for at in range(0, 2 * peers, 2)
+        ],
+    )  # fmt: skip
     size = ["--peers", str(peers), "--numel", str(numel)]
     trainers = [
         start_worker(

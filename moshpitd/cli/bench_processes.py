@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +133,32 @@ def start_worker(
 ) -> Worker:
     """A worker that may still be importing; `hear` its first line before telling it anything."""
     return Worker(children.start(name, arguments, log, talks=True, environ=environ, within=within))
+
+
+def start_delay(
+    children: Children,
+    name: str,
+    log: Path,
+    *,
+    host: str,
+    delay_s: float,
+    paths: Iterable[tuple[int, int]],
+    within: Sequence[str] = (),
+) -> Worker:
+    """A proxy: who dials the first port of a path, at `host`, gets to the second, on the loopback,
+    and meets the delay on the way there and back."""
+    arguments = ["-m", "moshpitd.testing.bench.delayed", "--host", host, "--delay-s", str(delay_s)]
+    for port, target in paths:
+        arguments += ["--path", str(port), f"127.0.0.1:{target}"]
+    return start_worker(children, name, arguments, log, within=within)
+
+
+def announced(host: str, control: int, links: int) -> dict[str, object]:
+    """Settings of a daemon that others reach at these ports, not at its own."""
+    return {
+        "network.announce": [f"/ip4/{host}/tcp/{control}"],
+        "network.link_announce": [f"{host}:{links}"],
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,9 +90,8 @@ class Standing:
 
     def unheard(self) -> bool:
         """Has a member that is not out yet to say Parity?"""
-        for i, lane in enumerate(
-            self.lanes
-        ):  # after every message: the first that is found ends it
+        # Asked after every message: the first that is found ends it.
+        for i, lane in enumerate(self.lanes):
             if lane.parity is None and lane.gone is None and i != self.index:
                 return True
         return False
