@@ -598,6 +598,25 @@ static ptrdiff_t received(int descriptor, uint8_t *to, ptrdiff_t most, uint64_t 
     return count;
 }
 
+/* `wanted` bytes, however long that takes; fewer only where the stream ended or failed. */
+static ptrdiff_t filled(int descriptor, uint8_t *to, ptrdiff_t wanted, uint64_t *heard, int *how,
+                        int *why)
+{
+    ptrdiff_t got = 0;
+    *how = FULL;
+    *why = 0;
+    while (got < wanted) {
+        ptrdiff_t count = received(descriptor, to + got, wanted - got, heard);
+        if (count <= 0) {
+            *how = count == 0 ? ENDED : FAILED;
+            *why = count == 0 ? 0 : errno;
+            break;
+        }
+        got += count;
+    }
+    return got;
+}
+
 /* 0, or why the kernel did not take all. */
 static int sent(int descriptor, struct iovec *pieces, int count, uint64_t *handed)
 {
@@ -721,6 +740,84 @@ static int tls_sent(conversation_t *with, int descriptor, const struct iovec *pi
             return FAILED;
     }
     return FULL;
+}
+
+/* ---- payloads by segments ------------------------------------------------------------------ */
+
+/* Before every segment of a payload but the first stands one byte (net/frames.py). A part's segments
+   are one call each way: asked from Python they were a wait for the interpreter each, and one more
+   for the byte between two. Whoever sends looks at `urgent` between two segments, as Python did. */
+static const uint8_t MORE = 0;
+
+/* A connection of either kind: `with` is NULL where nothing is sealed. */
+typedef struct {
+    conversation_t *with;
+    int descriptor;
+    Py_buffer room;
+    uint64_t *count; /* of bytes heard, or handed over */
+} line_t;
+
+static ptrdiff_t line_received(line_t *line, uint8_t *to, ptrdiff_t wanted, int *how, int *why)
+{
+    ptrdiff_t room_bytes = line->room.len < INT_MAX ? line->room.len : INT_MAX;
+    if (line->with == NULL)
+        return filled(line->descriptor, to, wanted, line->count, how, why);
+    return tls_received(line->with, line->descriptor, to, wanted, line->room.buf, room_bytes,
+                        line->count, how, why);
+}
+
+/* Returns up to where the payload is here. `mark`: -1, or the byte, not MORE, that stands where a
+   segment was to follow. */
+static ptrdiff_t segments_received(line_t *line, uint8_t *to, ptrdiff_t got, ptrdiff_t wanted,
+                                   ptrdiff_t segment, int *mark, int *how, int *why)
+{
+    *mark = -1;
+    *how = FULL;
+    *why = 0;
+    while (got < wanted) {
+        uint8_t byte = MORE;
+        if (got > 0) {
+            if (line_received(line, &byte, 1, how, why) == 0)
+                break;
+            if (byte != MORE) {
+                *mark = byte;
+                break;
+            }
+        }
+        ptrdiff_t here = wanted - got < segment ? wanted - got : segment;
+        got += line_received(line, to + got, here, how, why);
+        if (*how != FULL)
+            break;
+    }
+    return got;
+}
+
+/* `head` and the segment that begins at `start`, then the others, each after its byte, until one is
+   urgent. Returns up to where the payload is handed over. */
+static ptrdiff_t segments_sent(line_t *line, Py_buffer *head, const Py_buffer *body,
+                               ptrdiff_t start, ptrdiff_t segment, const uint8_t *urgent, int *how,
+                               int *why)
+{
+    struct iovec first = {head->buf, (size_t)head->len};
+    ptrdiff_t room_bytes = line->room.len < INT_MAX ? line->room.len : INT_MAX;
+    *how = FULL;
+    do {
+        ptrdiff_t here = body->len - start < segment ? body->len - start : segment;
+        struct iovec pieces[2] = {first, {(uint8_t *)body->buf + start, (size_t)here}};
+        if (line->with == NULL) {
+            *why = sent(line->descriptor, pieces, 2, line->count);
+            *how = *why == 0 ? FULL : FAILED;
+        } else {
+            *how = tls_sent(line->with, line->descriptor, pieces, 2, line->room.buf, room_bytes,
+                            line->count, why);
+        }
+        if (*how != FULL)
+            return start;
+        start += here;
+        first.iov_base = (void *)&MORE;
+        first.iov_len = 1;
+    } while (start < body->len && !__atomic_load_n(urgent, __ATOMIC_RELAXED));
+    return start;
 }
 
 /* ---- what Python sees -------------------------------------------------------------------- */
@@ -860,54 +957,6 @@ static int as_room(Py_buffer *buffer)
     return 0;
 }
 
-static PyObject *py_receive(PyObject *module, PyObject *args)
-{
-    Py_buffer to, heard;
-    int descriptor, how = FULL, why = 0;
-    ptrdiff_t got = 0;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "iw*w*", &descriptor, &to, &heard))
-        return NULL;
-    int right = as_count(&heard);
-    if (right) {
-        Py_BEGIN_ALLOW_THREADS
-        while (got < to.len) {
-            ptrdiff_t count =
-                received(descriptor, (uint8_t *)to.buf + got, to.len - got, heard.buf);
-            if (count <= 0) {
-                how = count == 0 ? ENDED : FAILED;
-                why = count == 0 ? 0 : errno;
-                break;
-            }
-            got += count;
-        }
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&to);
-    PyBuffer_Release(&heard);
-    return right ? Py_BuildValue("(nii)", got, how, why) : NULL;
-}
-
-static PyObject *py_send(PyObject *module, PyObject *args)
-{
-    Py_buffer head, body, handed;
-    int descriptor, why = 0;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "iy*y*w*", &descriptor, &head, &body, &handed))
-        return NULL;
-    int right = as_count(&handed);
-    if (right) {
-        struct iovec pieces[2] = {{head.buf, (size_t)head.len}, {body.buf, (size_t)body.len}};
-        Py_BEGIN_ALLOW_THREADS
-        why = sent(descriptor, pieces, 2, handed.buf);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&head);
-    PyBuffer_Release(&body);
-    PyBuffer_Release(&handed);
-    return right ? PyLong_FromLong(why) : NULL;
-}
-
 #define CONVERSATION "moshpitd._native.conversation"
 
 static void conversation_over(PyObject *capsule)
@@ -975,51 +1024,73 @@ static PyObject *py_unlock(PyObject *module, PyObject *capsule)
     Py_RETURN_NONE;
 }
 
-static PyObject *py_tls_receive(PyObject *module, PyObject *args)
+/* The conversation of a line: None, or its capsule. */
+static int as_line(PyObject *capsule, line_t *line)
+{
+    line->with = NULL;
+    if (capsule == Py_None)
+        return 1;
+    line->with = PyCapsule_GetPointer(capsule, CONVERSATION);
+    return line->with != NULL && as_room(&line->room);
+}
+
+static int as_piece(ptrdiff_t start, ptrdiff_t segment, const Py_buffer *body)
+{
+    if (start >= 0 && start <= body->len && segment > 0)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "no segment begins there");
+    return 0;
+}
+
+static PyObject *py_receive_segments(PyObject *module, PyObject *args)
 {
     PyObject *capsule;
-    Py_buffer to, room, heard;
-    int descriptor, how = FULL, why = 0;
-    ptrdiff_t got = 0;
+    Py_buffer to, heard;
+    Py_ssize_t got, segment;
+    line_t line;
+    int mark = -1, how = FULL, why = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "Oiw*w*w*", &capsule, &descriptor, &to, &room, &heard))
+    if (!PyArg_ParseTuple(args, "Oiw*nnw*w*", &capsule, &line.descriptor, &to, &got, &segment,
+                          &line.room, &heard))
         return NULL;
-    conversation_t *with = PyCapsule_GetPointer(capsule, CONVERSATION);
-    int right = with != NULL && as_count(&heard) && as_room(&room);
+    int right = as_line(capsule, &line) && as_count(&heard) && as_piece(got, segment, &to);
     if (right) {
+        line.count = heard.buf;
         Py_BEGIN_ALLOW_THREADS
-        got = tls_received(with, descriptor, to.buf, to.len, room.buf,
-                           room.len < INT_MAX ? room.len : INT_MAX, heard.buf, &how, &why);
+        got = segments_received(&line, to.buf, got, to.len, segment, &mark, &how, &why);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&to);
-    PyBuffer_Release(&room);
+    PyBuffer_Release(&line.room);
     PyBuffer_Release(&heard);
-    return right ? Py_BuildValue("(nii)", got, how, why) : NULL;
+    return right ? Py_BuildValue("(niii)", got, mark, how, why) : NULL;
 }
 
-static PyObject *py_tls_send(PyObject *module, PyObject *args)
+static PyObject *py_send_segments(PyObject *module, PyObject *args)
 {
     PyObject *capsule;
-    Py_buffer head, body, room, handed;
-    int descriptor, how = FULL, why = 0;
+    Py_buffer head, body, urgent, handed;
+    Py_ssize_t start, segment;
+    line_t line;
+    int how = FULL, why = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "Oiy*y*w*w*", &capsule, &descriptor, &head, &body, &room, &handed))
+    if (!PyArg_ParseTuple(args, "Oiy*y*nnw*w*w*", &capsule, &line.descriptor, &head, &body, &start,
+                          &segment, &urgent, &line.room, &handed))
         return NULL;
-    conversation_t *with = PyCapsule_GetPointer(capsule, CONVERSATION);
-    int right = with != NULL && as_count(&handed) && as_room(&room);
+    int right = as_line(capsule, &line) && as_count(&handed) && as_room(&urgent) &&
+                as_piece(start, segment, &body);
     if (right) {
-        struct iovec pieces[2] = {{head.buf, (size_t)head.len}, {body.buf, (size_t)body.len}};
+        line.count = handed.buf;
         Py_BEGIN_ALLOW_THREADS
-        how = tls_sent(with, descriptor, pieces, 2, room.buf,
-                       room.len < INT_MAX ? room.len : INT_MAX, handed.buf, &why);
+        start = segments_sent(&line, &head, &body, start, segment, urgent.buf, &how, &why);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&head);
     PyBuffer_Release(&body);
-    PyBuffer_Release(&room);
+    PyBuffer_Release(&urgent);
+    PyBuffer_Release(&line.room);
     PyBuffer_Release(&handed);
-    return right ? Py_BuildValue("(ii)", how, why) : NULL;
+    return right ? Py_BuildValue("(nii)", start, how, why) : NULL;
 }
 
 static PyMethodDef METHODS[] = {
@@ -1036,20 +1107,17 @@ static PyMethodDef METHODS[] = {
     {"crc32", py_crc32, METH_VARARGS, "crc32(payload) -> what zlib.crc32 says"},
     {"tls_read", py_tls_read, METH_VARARGS,
      "tls_read(SSL_read, SSL_get_error, ssl, to, wanted) -> (count, why not more or 0)"},
-    {"receive", py_receive, METH_VARARGS,
-     "receive(descriptor, to, heard) -> (count, how it ended, errno)"},
-    {"send", py_send, METH_VARARGS, "send(descriptor, head, body, handed) -> errno or 0"},
     {"conversation", py_conversation, METH_VARARGS,
      "conversation(ssl, BIO in, BIO out, SSL_read, SSL_write, SSL_get_error, BIO_read, BIO_write, "
      "ERR_clear_error)"},
     {"lock", py_lock, METH_O, "lock(conversation)"},
     {"unlock", py_unlock, METH_O, "unlock(conversation), by the thread that locked it"},
-    {"tls_receive", py_tls_receive, METH_VARARGS,
-     "tls_receive(conversation, descriptor, to, room, heard) -> (count, how it ended, why); "
-     "refused (2): locked"},
-    {"tls_send", py_tls_send, METH_VARARGS,
-     "tls_send(conversation, descriptor, head, body, room, handed) -> (how it ended, why); "
-     "refused (2): locked"},
+    {"receive_segments", py_receive_segments, METH_VARARGS,
+     "receive_segments(conversation or None, descriptor, to, got, segment, room, heard) -> "
+     "(got, -1 or the byte that is not MORE, how it ended, why); refused (2): locked"},
+    {"send_segments", py_send_segments, METH_VARARGS,
+     "send_segments(conversation or None, descriptor, head, body, start, segment, urgent, room, "
+     "handed) -> (start of what is left, how it ended, why); refused (2): locked"},
     {NULL, NULL, 0, NULL},
 };
 

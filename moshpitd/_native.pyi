@@ -23,8 +23,6 @@ def crc32(payload: bytes | bytearray | memoryview, /) -> int: ...
 def tls_read(
     ssl_read: int, ssl_get_error: int, ssl: int, to: int, wanted: int, /
 ) -> tuple[int, int]: ...
-def receive(descriptor: int, to: memoryview, heard: bytearray, /) -> tuple[int, int, int]: ...
-def send(descriptor: int, head: memoryview, body: memoryview, handed: bytearray, /) -> int: ...
 def conversation(
     ssl: int,
     incoming: int,
@@ -40,21 +38,27 @@ def conversation(
 def lock(conversation: object, /) -> None: ...
 def unlock(conversation: object, /) -> None: ...
 
-# Refused by OpenSSL (2), both leave the conversation locked.
-def tls_receive(
-    conversation: object,
+# A payload by segments, over a conversation or as it is (None; then `room` is not used). Refused by
+# OpenSSL (2), both leave the conversation locked.
+def receive_segments(
+    conversation: object | None,
     descriptor: int,
     to: memoryview,
+    got: int,
+    segment: int,
     room: memoryview,
     heard: bytearray,
     /,
-) -> tuple[int, int, int]: ...
-def tls_send(
-    conversation: object,
+) -> tuple[int, int, int, int]: ...
+def send_segments(
+    conversation: object | None,
     descriptor: int,
-    head: memoryview,
+    head: memoryview | bytes,
     body: memoryview,
+    start: int,
+    segment: int,
+    urgent: bytearray,
     room: memoryview,
     handed: bytearray,
     /,
-) -> tuple[int, int]: ...
+) -> tuple[int, int, int]: ...

@@ -16,16 +16,17 @@ from moshpitd.net.frames import (
     HEADER_BYTES,
     MORE,
     SEAL_IS_ENOUGH,
-    SEGMENT_BYTES,
     FrameKind,
     Header,
 )
+from moshpitd.net.openssl import NEVER
 from moshpitd.net.streams import Stream
 
 Payload: TypeAlias = bytes | bytearray | memoryview
 
 # Text in a FAREWELL or a PeerID in a HELLO; longer ones are cut or refused.
 TEXT_BYTES_MAX = 512
+_ALWAYS = bytearray(b"\x01")
 # What may stand between two segments of another frame.
 _ASIDES = frozenset({FrameKind.PING, FrameKind.PONG})
 
@@ -41,7 +42,6 @@ class Channel:
         self.receiving = False
         self.payload_bytes_max = payload_bytes_max
         self._head = memoryview(bytearray(HEADER_BYTES))
-        self._mark = memoryview(bytearray(1))
         self._body = lazy_memory(payload_bytes_max)
 
     def receive(
@@ -82,16 +82,15 @@ class Channel:
     def _receive_payload(
         self, payload: memoryview, timeout_s: float | None, aside: Callable[[Header], None] | None
     ) -> None:
-        got = self.stream.read_into(payload[:SEGMENT_BYTES], timeout_s)
+        got, mark = self.stream.read_segments(payload, 0, timeout_s)
         while got < len(payload):
-            if got % SEGMENT_BYTES or self.stream.read_into(self._mark, timeout_s) == 0:
-                raise LinkBroken(f"ended inside a payload ({got} of {len(payload)} bytes)")
-            if self._mark == MORE:
-                got += self.stream.read_into(payload[got : got + SEGMENT_BYTES], timeout_s)
-            elif self._mark == ASIDE and aside is not None:
+            if mark == ASIDE[0] and aside is not None:
                 aside(self._receive_aside(timeout_s))
+            elif mark >= 0:
+                raise RemoteProtocolError(f"byte {mark} between two segments")
             else:
-                raise RemoteProtocolError(f"byte {self._mark[0]} between two segments")
+                raise LinkBroken(f"ended inside a payload ({got} of {len(payload)} bytes)")
+            got, mark = self.stream.read_segments(payload, got, timeout_s)
 
     def _receive_aside(self, timeout_s: float | None) -> Header:
         head = memoryview(bytearray(HEADER_BYTES))
@@ -110,23 +109,26 @@ class Channel:
         timeout_s: float | None = None,
         *,
         aside: Callable[[], Header | None] | None = None,
+        urgent: bytearray | None = None,
     ) -> None:
         """Send one frame; returns when the kernel has all of it. `aside` is asked for headers that
-        shall go between two segments.
+        shall go between two segments: after each, or once `urgent[0]` is set.
         """
         view = memoryview(payload).cast("B")
         crc = None
         if not (self.stream.sealed and header.kind in SEAL_IS_ENOUGH):
             crc = header.crc or crc32(view)
         head = header.pack(length=len(view), crc=crc)
-        self.stream.write((memoryview(head), view[:SEGMENT_BYTES]), timeout_s)
-        for start in range(SEGMENT_BYTES, len(view), SEGMENT_BYTES):
+        write = self.stream.write_segments
+        if urgent is None:
+            urgent = NEVER if aside is None else _ALWAYS
+        start = write(head, view, 0, urgent=urgent, timeout_s=timeout_s)
+        while start < len(view):
             while aside is not None and (between := aside()) is not None:
                 small = memoryview(ASIDE + between.pack(length=0, crc=0))
                 self.stream.write((small,), timeout_s, urgent=True)
                 self.bytes_out += HEADER_BYTES
-            segment = view[start : start + SEGMENT_BYTES]
-            self.stream.write((memoryview(MORE), segment), timeout_s)
+            start = write(MORE, view, start, urgent=urgent, timeout_s=timeout_s)
         self.bytes_out += HEADER_BYTES + len(view)
 
     def send_text(self, header: Header, text: str, *, timeout_s: float | None = 1.0) -> None:

@@ -228,7 +228,10 @@ class Flow:
         self._busy = True
         began = time.perf_counter()
         self._channel.send(
-            waiting.header, payload, aside=lambda: self._outbox.take_urgent(self._owner)
+            waiting.header,
+            payload,
+            aside=lambda: self._outbox.take_urgent(self._owner),
+            urgent=self._outbox.urgent,
         )
         self._busy = False
         self._owner.sent(waiting.header, len(payload), time.perf_counter() - began)

@@ -70,6 +70,9 @@ AVAILABLE = _version >= _FAST > ssl.OPENSSL_VERSION_NUMBER
 # How a compiled call ended (see _native.c): OpenSSL or the kernel says why.
 _REFUSED, _FAILED = 2, 3
 
+NEVER = bytearray(1)
+"""Nothing is urgent."""
+
 # What a segment becomes: 17 records of 16 KiB, each with 22 bytes more, and a header's record.
 ROOM_BYTES = (256 << 10) + (8 << 10)
 
@@ -198,27 +201,55 @@ class Conversation:
             raise self._refusal(int(_lib.SSL_get_error(self._ssl, count)))
         return count
 
-    def receive(self, wire: int, view: memoryview, room: memoryview, heard: bytearray) -> int:
-        """Fill the view from the socket `wire`, however long that takes; less only at the end of
-        the stream. `room` is for ciphertext, `heard` counts it."""
-        got, how, why = _native.tls_receive(self._compiled, wire, view, room, heard)
+    def receive(
+        self,
+        wire: int,
+        view: memoryview,
+        room: memoryview,
+        heard: bytearray,
+        *,
+        got: int = 0,
+        segment: int = 0,
+    ) -> tuple[int, int]:
+        """Fill the view behind its first `got` bytes from the socket `wire`, however long that
+        takes: (less than its length only at the end of the stream, and what stood where a segment
+        was to follow: see `streams.Stream.read_segments`). `segment` 0: no bytes stand between.
+        `room` is for ciphertext, `heard` counts it."""
+        size = segment or max(1, len(view))
+        got, mark, how, why = _native.receive_segments(
+            self._compiled, wire, view, got, size, room, heard
+        )
         if how == _FAILED:
             raise OSError(why, os.strerror(why))
         if how == _REFUSED:
             with self._refused():
                 if why != _lib.SSL_ERROR_ZERO_RETURN:
                     raise self._refusal(why)
-        return got
+        return got, mark
 
-    def send(self, wire: int, head: memoryview, body: memoryview, handed: bytearray) -> None:
-        """Hand both to the socket `wire`, however long that takes."""
-        room = self.outgoing.room
-        how, why = _native.tls_send(self._compiled, wire, head, body, room, handed)
+    def send(
+        self,
+        wire: int,
+        head: memoryview | bytes,
+        body: memoryview,
+        handed: bytearray,
+        *,
+        start: int = 0,
+        segment: int = 0,
+        urgent: bytearray = NEVER,
+    ) -> int:
+        """Hand `head` and the body from `start` on to the socket `wire`, however long that takes,
+        by segments until one is `urgent`; returns where to go on. `segment` 0: in one."""
+        room, size = self.outgoing.room, segment or max(1, len(body))
+        start, how, why = _native.send_segments(
+            self._compiled, wire, head, body, start, size, urgent, room, handed
+        )
         if how == _FAILED:
             raise OSError(why, os.strerror(why))
         if how == _REFUSED:
             with self._refused():
                 raise self._refusal(why)
+        return start
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

@@ -53,6 +53,9 @@ class Outbox:
         self._numbers = itertools.count()
         self._owner: object | None = None
         self._closed = False
+        self.urgent = bytearray(1)
+        """[0] is set while a frame waits that overtakes one being sent: compiled code looks there
+        between two segments."""
 
     def put(self, priority: int, header: Header, payload_fn: PayloadFunction | None) -> None:
         """Queue a frame. Raises LocalProtocolError when the bound is reached: the caller paces
@@ -67,6 +70,8 @@ class Outbox:
             entry = Waiting(priority, next(self._numbers), header, payload_fn)
             queue = self._one_by_one if header.kind in ONE_BY_ONE else self._any
             heapq.heappush(queue, entry)
+            if priority <= URGENT:
+                self.urgent[0] = 1
             self._changed.notify_all()
 
     def take(
@@ -82,7 +87,9 @@ class Outbox:
                 queues = [self._any, self._one_by_one] if first else [self._any]
                 ready = [queue for queue in queues if queue]
                 if ready:
-                    return heapq.heappop(min(ready, key=lambda queue: queue[0]))
+                    taken = heapq.heappop(min(ready, key=lambda queue: queue[0]))
+                    self._look()
+                    return taken
                 self._changed.wait()
 
     def take_urgent(self, owner: object) -> Header | None:
@@ -95,7 +102,13 @@ class Outbox:
             first = self._any[0]
             if first.priority > URGENT or first.payload_fn is not None:
                 return None
-            return heapq.heappop(self._any).header
+            header = heapq.heappop(self._any).header
+            self._look()
+            return header
+
+    def _look(self) -> None:
+        """Lock held: is what waits first still urgent?"""
+        self.urgent[0] = bool(self._any) and self._any[0].priority <= URGENT
 
     def hand_to(self, owner: object | None) -> None:
         """From now on `owner` sends; the one before it gets None from `take`."""
@@ -122,6 +135,7 @@ class Outbox:
             for queue in (self._any, self._one_by_one):
                 queue[:] = [one for one in queue if one.header.group != group]
                 heapq.heapify(queue)
+            self._look()
             return before - len(self._any) - len(self._one_by_one)
 
     def close(self) -> None:
@@ -130,6 +144,7 @@ class Outbox:
             self._closed = True
             self._any.clear()
             self._one_by_one.clear()
+            self._look()
             self._changed.notify_all()
 
     def __len__(self) -> int:

@@ -24,13 +24,14 @@ from typing import Any, Protocol
 
 from moshpitd.errors import LinkBroken
 from moshpitd.net import openssl
-from moshpitd.net.frames import SEGMENT_BYTES
+from moshpitd.net.frames import MORE, SEGMENT_BYTES
+from moshpitd.net.openssl import NEVER
 from moshpitd.net.throttle import Throttle
 
 try:
     from moshpitd import _native as native
 
-    _COMPILED = hasattr(native, "receive")  # not in one that was built of an older source
+    _COMPILED = hasattr(native, "receive_segments")  # not in one that was built of an older source
 except ImportError:
     _COMPILED = False
 
@@ -43,6 +44,7 @@ SLICE_BYTES = SEGMENT_BYTES
 PIECE_BYTES = 64 << 10
 _FAILED = 3  # of a compiled call: the kernel says why
 _NOTHING = memoryview(b"")
+_NO_ROOM = memoryview(bytearray(1))  # of a line that needs none
 
 
 class Silent(LinkBroken):
@@ -73,6 +75,27 @@ class Stream(Protocol):
         urgent: bool = False,
     ) -> None:
         """Hand all of it to the kernel: a segment and small change. `urgent` waits for no cap."""
+        ...
+
+    def read_segments(
+        self, view: memoryview, got: int, timeout_s: float | None = None
+    ) -> tuple[int, int]:
+        """Fill the view behind its first `got` bytes, which are whole segments, and take the byte
+        MORE before each that follows another. (up to where it is filled, -1), or the value of
+        another byte that stood there; less than all and -1: the stream ended."""
+        ...
+
+    def write_segments(
+        self,
+        head: bytes,
+        body: memoryview,
+        start: int,
+        *,
+        urgent: bytearray = NEVER,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Hand over `head` and the segment of the body that begins at `start`, then, each behind
+        its MORE, those that follow, at least until `urgent[0]` is set. Returns where to go on."""
         ...
 
 
@@ -117,14 +140,36 @@ class Wire:
     def fill(self, view: memoryview, timeout_s: float | None) -> int:
         """Fill the view; less only at the end of the stream."""
         if _COMPILED and timeout_s is None and self.down is None:
-            count, how, why = native.receive(self.descriptor, view, self.heard)
-            if how == _FAILED:
-                raise LinkBroken(_cause(OSError(why, os.strerror(why))))
-            return count
+            return self.fill_segments(view, 0, max(1, len(view)))[0]
         got = 0
         while got < len(view) and (count := self.receive(view[got:], timeout_s)):
             got += count
         return got
+
+    def fill_segments(self, view: memoryview, got: int, segment: int) -> tuple[int, int]:
+        """`Stream.read_segments`, compiled."""
+        got, mark, how, why = native.receive_segments(
+            None, self.descriptor, view, got, segment, _NO_ROOM, self.heard
+        )
+        if how == _FAILED:
+            raise LinkBroken(_cause(OSError(why, os.strerror(why))))
+        return got, mark
+
+    def send_segments(
+        self,
+        head: memoryview | bytes,
+        body: memoryview,
+        start: int,
+        segment: int,
+        urgent: bytearray,
+    ) -> int:
+        """`Stream.write_segments`, compiled. OSError is why the kernel did not take it."""
+        start, _, why = native.send_segments(
+            None, self.descriptor, head, body, start, segment, urgent, _NO_ROOM, self.handed
+        )
+        if why:
+            raise OSError(why, os.strerror(why))
+        return start
 
     def send(
         self, pieces: Sequence[memoryview], timeout_s: float | None, *, urgent: bool = False
@@ -147,8 +192,7 @@ class Wire:
     def _send(self, pieces: Sequence[memoryview], timeout_s: float | None) -> None:
         if _COMPILED and timeout_s is None and len(pieces) <= 2:
             head, body, *_ = *pieces, _NOTHING, _NOTHING
-            if why := native.send(self.descriptor, head, body, self.handed):
-                raise OSError(why, os.strerror(why))
+            self.send_segments(head, body, 0, max(1, len(body)), NEVER)
             return
         rest = [piece for piece in pieces if piece]
         while rest:
@@ -182,7 +226,53 @@ class Wire:
             self._socket.close()
 
 
-class PlainStream:
+class BySegment:
+    """The segments of a stream one by one: with caps, in a handshake, and where nothing was
+    compiled."""
+
+    def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
+        raise NotImplementedError
+
+    def write(
+        self,
+        pieces: Sequence[memoryview],
+        timeout_s: float | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        raise NotImplementedError
+
+    def read_segments(
+        self, view: memoryview, got: int, timeout_s: float | None = None
+    ) -> tuple[int, int]:
+        mark = memoryview(bytearray(1))
+        while got < len(view):
+            if got and self.read_into(mark, timeout_s) == 0:
+                break
+            if got and mark != MORE:
+                return got, mark[0]
+            here = view[got : got + SEGMENT_BYTES]
+            count = self.read_into(here, timeout_s)
+            got += count
+            if count < len(here):
+                break
+        return got, -1
+
+    def write_segments(
+        self,
+        head: bytes,
+        body: memoryview,
+        start: int,
+        *,
+        urgent: bytearray = NEVER,
+        timeout_s: float | None = None,
+    ) -> int:
+        piece = body[start : start + SEGMENT_BYTES]
+        self.write((memoryview(head), piece), timeout_s)
+        return start + len(piece)
+
+
+class PlainStream(BySegment):
     """The socket as it is. `ahead` was read before this was made and comes first."""
 
     sealed = False
@@ -208,8 +298,31 @@ class PlainStream:
     ) -> None:
         self.wire.send(pieces, timeout_s, urgent=urgent)
 
+    def read_segments(
+        self, view: memoryview, got: int, timeout_s: float | None = None
+    ) -> tuple[int, int]:
+        if not _COMPILED or self._ahead or timeout_s is not None or self.wire.down is not None:
+            return super().read_segments(view, got, timeout_s)
+        return self.wire.fill_segments(view, got, SEGMENT_BYTES)
 
-class TlsStream:
+    def write_segments(
+        self,
+        head: bytes,
+        body: memoryview,
+        start: int,
+        *,
+        urgent: bytearray = NEVER,
+        timeout_s: float | None = None,
+    ) -> int:
+        if not _COMPILED or timeout_s is not None or self.wire.up is not None:
+            return super().write_segments(head, body, start, urgent=urgent, timeout_s=timeout_s)
+        try:
+            return self.wire.send_segments(head, body, start, SEGMENT_BYTES, urgent)
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_cause(error)) from None
+
+
+class TlsStream(BySegment):
     """TLS over a socket. Invariant: the lock is held whenever the SSL object or its two memories
     are touched, and never during a call on the socket."""
 
@@ -279,7 +392,9 @@ class TlsStream:
         wire = self.wire
         if self._compiled is not None and timeout_s is None and wire.down is None:
             try:
-                return self._compiled.receive(wire.descriptor, view, self._small_room, wire.heard)
+                return self._compiled.receive(
+                    wire.descriptor, view, self._small_room, wire.heard
+                )[0]
             except (OSError, ValueError) as error:
                 raise LinkBroken(_cause(error)) from None
         got, wanted = 0, len(view)
@@ -321,6 +436,39 @@ class TlsStream:
         except (OSError, ValueError) as error:
             raise LinkBroken(_cause(error)) from None
         self.wire.send((memoryview(sealed),), timeout_s, urgent=urgent)
+
+    def read_segments(
+        self, view: memoryview, got: int, timeout_s: float | None = None
+    ) -> tuple[int, int]:
+        wire = self.wire
+        if self._compiled is None or timeout_s is not None or wire.down is not None:
+            return super().read_segments(view, got, timeout_s)
+        try:
+            return self._compiled.receive(
+                wire.descriptor, view, self._small_room, wire.heard, got=got, segment=SEGMENT_BYTES
+            )
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_cause(error)) from None
+
+    def write_segments(
+        self,
+        head: bytes,
+        body: memoryview,
+        start: int,
+        *,
+        urgent: bytearray = NEVER,
+        timeout_s: float | None = None,
+    ) -> int:
+        wire = self.wire
+        if self._compiled is None or timeout_s is not None or wire.up is not None:
+            return super().write_segments(head, body, start, urgent=urgent, timeout_s=timeout_s)
+        try:
+            return self._compiled.send(
+                wire.descriptor, head, body, wire.handed,
+                start=start, segment=SEGMENT_BYTES, urgent=urgent,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_cause(error)) from None
 
     def _fill(self, timeout_s: float | None) -> int:
         count = self.wire.receive(self._room, timeout_s)
