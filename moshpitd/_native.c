@@ -171,6 +171,36 @@ V3 static double squared_norm(const float *values, ptrdiff_t numel)
     return squared;
 }
 
+/* out = values + added (NULL: values), and what `squared_norm` says of it, in one pass. */
+V3 static double sum_into(const float *values, const float *added, float *out, ptrdiff_t numel)
+{
+    double squared = 0.0;
+    for (ptrdiff_t start = 0; start < numel; start += 16384) {
+        ptrdiff_t stop = numel - start < 16384 ? numel : start + 16384, i = start;
+        __m256 a = _mm256_setzero_ps(), b = a;
+        for (; i + 16 <= stop; i += 16) {
+            __m256 one = _mm256_loadu_ps(values + i), two = _mm256_loadu_ps(values + i + 8);
+            if (added) {
+                one = _mm256_add_ps(one, _mm256_loadu_ps(added + i));
+                two = _mm256_add_ps(two, _mm256_loadu_ps(added + i + 8));
+            }
+            _mm256_storeu_ps(out + i, one);
+            _mm256_storeu_ps(out + i + 8, two);
+            a = _mm256_fmadd_ps(one, one, a);
+            b = _mm256_fmadd_ps(two, two, b);
+        }
+        for (; i < stop; i += 8) {
+            __m256 one = load(values + i, stop - i);
+            if (added)
+                one = _mm256_add_ps(one, load(added + i, stop - i));
+            store(out + i, one, stop - i);
+            a = _mm256_fmadd_ps(one, one, a);
+        }
+        squared += sum_of(a) + sum_of(b);
+    }
+    return squared;
+}
+
 /* ---- copies that nobody reads soon ---------------------------------------------------------- */
 
 /* Past the caches: a store that is not streamed first reads what it overwrites. */
@@ -192,6 +222,38 @@ V3 static void copy_past(uint8_t *to, const uint8_t *from, size_t count)
     }
     memcpy(to, from, count);
     _mm_sfence();
+}
+
+/* ---- a contribution into a mean -------------------------------------------------------------- */
+
+/* torch.lerp: from the side of the larger share (tensors/reduction._mix_small). */
+typedef struct {
+    __m256 coefficient;
+    int from_values; /* whether the values are what the difference is added to */
+    int reversed;    /* whether the difference is mean - values */
+} mixture_t;
+
+V3 static mixture_t mixture(double share, double rest)
+{
+    mixture_t mix;
+    if (share <= 0.5) { /* mean.lerp_(values, share) */
+        float weight = (float)share;
+        int small = weight < 0.5f;
+        mix.coefficient = _mm256_set1_ps(small ? weight : weight - 1.0f);
+        mix.from_values = !small;
+        mix.reversed = 0;
+    } else { /* torch.lerp(values, mean, rest, out=mean) */
+        mix.coefficient = _mm256_set1_ps((float)rest);
+        mix.from_values = 1;
+        mix.reversed = 1;
+    }
+    return mix;
+}
+
+V3 static inline __m256 mixed(const mixture_t *mix, __m256 mean, __m256 values)
+{
+    __m256 gap = mix->reversed ? _mm256_sub_ps(mean, values) : _mm256_sub_ps(values, mean);
+    return _mm256_fmadd_ps(mix->coefficient, gap, mix->from_values ? values : mean);
 }
 
 /* ---- float16 with a power of two per block (HalfCodec) ----------------------------------- */
@@ -364,48 +426,87 @@ V3 static int half_encode(const float *values, const float *added, float *left, 
     return 0;
 }
 
-/* The squared norm, not finite if any value is not; -1 where a scale is not finite. */
-V3 static double half_decode(const uint8_t *payload, float *out, ptrdiff_t numel)
+/* Whether all scales in front of a payload are finite. */
+static int sound(const uint8_t *payload, ptrdiff_t blocks)
 {
-    ptrdiff_t blocks = (numel + HALF_BLOCK - 1) / HALF_BLOCK;
-    const uint16_t *codes = (const uint16_t *)(payload + blocks * 4);
-    double squared = 0.0;
     for (ptrdiff_t block = 0; block < blocks; block++) {
         float scale;
         memcpy(&scale, payload + block * 4, sizeof scale);
         if (!isfinite(scale))
-            return -1.0;
+            return 0;
     }
+    return 1;
+}
+
+static inline float scale_of(const uint8_t *payload, ptrdiff_t block)
+{
+    float scale;
+    memcpy(&scale, payload + block * 4, sizeof scale);
+    return scale;
+}
+
+V3 static inline __m256 half_values(const uint16_t *codes, ptrdiff_t here, float scale,
+                                    __m256 factor)
+{
+    __m256 values = _mm256_cvtph_ps(load_half(codes, here));
+    return scale == 1.0f ? values : _mm256_mul_ps(values, factor);
+}
+
+/* The squared norm, not finite if any value is not; -1 where a scale is not finite. `out` may be
+   NULL: then nothing is kept, and the norm is the same. With `past` it goes past the caches. */
+V3 static double half_decode(const uint8_t *payload, float *out, ptrdiff_t numel, int past)
+{
+    ptrdiff_t blocks = (numel + HALF_BLOCK - 1) / HALF_BLOCK;
+    const uint16_t *codes = (const uint16_t *)(payload + blocks * 4);
+    int streams = past && ((uintptr_t)out % STREAM_ALIGN) == 0;
+    double squared = 0.0;
+    if (!sound(payload, blocks))
+        return -1.0;
     for (ptrdiff_t block = 0; block < blocks; block++) {
-        ptrdiff_t start = block * HALF_BLOCK;
-        ptrdiff_t count = numel - start < HALF_BLOCK ? numel - start : HALF_BLOCK;
-        float scale;
-        memcpy(&scale, payload + block * 4, sizeof scale);
+        ptrdiff_t start = block * HALF_BLOCK, i = start;
+        ptrdiff_t stop = numel - start < HALF_BLOCK ? numel : start + HALF_BLOCK;
+        float scale = scale_of(payload, block);
         __m256 factor = _mm256_set1_ps(scale);
         __m256 sums = _mm256_setzero_ps(), more = _mm256_setzero_ps();
-        ptrdiff_t i = 0;
-        for (; i + 16 <= count; i += 16) {
-            __m256 a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(codes + start + i)));
-            __m256 b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(codes + start + i + 8)));
-            if (scale != 1.0f) {
-                a = _mm256_mul_ps(a, factor);
-                b = _mm256_mul_ps(b, factor);
+        for (; i + 16 <= stop; i += 16) {
+            __m256 a = half_values(codes + i, 8, scale, factor);
+            __m256 b = half_values(codes + i + 8, 8, scale, factor);
+            if (out) {
+                put(out + i, a, 8, streams);
+                put(out + i + 8, b, 8, streams);
             }
-            _mm256_storeu_ps(out + start + i, a);
-            _mm256_storeu_ps(out + start + i + 8, b);
             sums = _mm256_fmadd_ps(a, a, sums);
             more = _mm256_fmadd_ps(b, b, more);
         }
-        for (; i < count; i += 8) {
-            __m256 a = _mm256_cvtph_ps(load_half(codes + start + i, count - i));
-            if (scale != 1.0f)
-                a = _mm256_mul_ps(a, factor);
-            store(out + start + i, a, count - i);
+        for (; i < stop; i += 8) {
+            __m256 a = half_values(codes + i, stop - i, scale, factor);
+            if (out)
+                store(out + i, a, stop - i);
             sums = _mm256_fmadd_ps(a, a, sums);
         }
         squared += sum_of(sums) + sum_of(more);
     }
+    if (streams)
+        _mm_sfence();
     return squared;
+}
+
+V3 static void half_mix(const uint8_t *payload, float *mean, ptrdiff_t numel, double share,
+                        double rest)
+{
+    ptrdiff_t blocks = (numel + HALF_BLOCK - 1) / HALF_BLOCK;
+    const uint16_t *codes = (const uint16_t *)(payload + blocks * 4);
+    mixture_t mix = mixture(share, rest);
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t start = block * HALF_BLOCK, i = start;
+        ptrdiff_t stop = numel - start < HALF_BLOCK ? numel : start + HALF_BLOCK;
+        float scale = scale_of(payload, block);
+        __m256 factor = _mm256_set1_ps(scale);
+        for (; i < stop; i += 8) {
+            __m256 values = half_values(codes + i, stop - i, scale, factor);
+            store(mean + i, mixed(&mix, load(mean + i, stop - i), values), stop - i);
+        }
+    }
 }
 
 /* ---- int8 with the largest magnitude per block (AbsmaxCodec with 8 bits) ------------------ */
@@ -460,33 +561,54 @@ V3 static int absmax_encode(const float *values, const float *added, float *left
     return 0;
 }
 
-V3 static double absmax_decode(const uint8_t *payload, float *out, ptrdiff_t numel, ptrdiff_t width)
+V3 static inline __m256 absmax_values(const int8_t *codes, ptrdiff_t here, __m256 each)
+{
+    __m256 inverse = _mm256_set1_ps((float)(1.0 / 127.0));
+    return _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(load_bytes(codes, here)), inverse), each);
+}
+
+/* As half_decode. */
+V3 static double absmax_decode(const uint8_t *payload, float *out, ptrdiff_t numel, ptrdiff_t width,
+                               int past)
 {
     ptrdiff_t blocks = (numel + width - 1) / width;
     const int8_t *codes = (const int8_t *)(payload + blocks * 4);
-    __m256 inverse = _mm256_set1_ps((float)(1.0 / 127.0));
+    int streams = past && ((uintptr_t)out % STREAM_ALIGN) == 0 && width % 8 == 0;
     double squared = 0.0;
-    for (ptrdiff_t block = 0; block < blocks; block++) {
-        float absmax;
-        memcpy(&absmax, payload + block * 4, sizeof absmax);
-        if (!isfinite(absmax))
-            return -1.0;
-    }
+    if (!sound(payload, blocks))
+        return -1.0;
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t start = block * width;
-        ptrdiff_t count = numel - start < width ? numel - start : width;
-        float absmax;
-        memcpy(&absmax, payload + block * 4, sizeof absmax);
-        __m256 each = _mm256_set1_ps(absmax), sums = _mm256_setzero_ps();
-        for (ptrdiff_t i = 0; i < count; i += 8) {
-            __m256 one = _mm256_cvtepi32_ps(load_bytes(codes + start + i, count - i));
-            one = _mm256_mul_ps(_mm256_mul_ps(one, inverse), each);
-            store(out + start + i, one, count - i);
+        ptrdiff_t stop = numel - start < width ? numel : start + width;
+        __m256 each = _mm256_set1_ps(scale_of(payload, block)), sums = _mm256_setzero_ps();
+        for (ptrdiff_t i = start; i < stop; i += 8) {
+            __m256 one = absmax_values(codes + i, stop - i, each);
+            if (out)
+                put(out + i, one, stop - i, streams);
             sums = _mm256_fmadd_ps(one, one, sums);
         }
         squared += sum_of(sums);
     }
+    if (streams)
+        _mm_sfence();
     return squared;
+}
+
+V3 static void absmax_mix(const uint8_t *payload, float *mean, ptrdiff_t numel, ptrdiff_t width,
+                          double share, double rest)
+{
+    ptrdiff_t blocks = (numel + width - 1) / width;
+    const int8_t *codes = (const int8_t *)(payload + blocks * 4);
+    mixture_t mix = mixture(share, rest);
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t start = block * width;
+        ptrdiff_t stop = numel - start < width ? numel : start + width;
+        __m256 each = _mm256_set1_ps(scale_of(payload, block));
+        for (ptrdiff_t i = start; i < stop; i += 8) {
+            __m256 values = absmax_values(codes + i, stop - i, each);
+            store(mean + i, mixed(&mix, load(mean + i, stop - i), values), stop - i);
+        }
+    }
 }
 
 /* ---- crc32, the one of zlib --------------------------------------------------------------- */
@@ -871,14 +993,29 @@ static PyObject *py_half_decode(PyObject *module, PyObject *args)
 {
     unsigned long long payload, out;
     Py_ssize_t numel;
+    int past;
     double squared;
     (void)module;
-    if (!PyArg_ParseTuple(args, "KKn", &payload, &out, &numel))
+    if (!PyArg_ParseTuple(args, "KKnp", &payload, &out, &numel, &past))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    squared = half_decode(AT(const uint8_t, payload), AT(float, out), numel);
+    squared = half_decode(AT(const uint8_t, payload), AT(float, out), numel, past);
     Py_END_ALLOW_THREADS
     return PyFloat_FromDouble(squared);
+}
+
+static PyObject *py_half_mix(PyObject *module, PyObject *args)
+{
+    unsigned long long payload, mean;
+    Py_ssize_t numel;
+    double share, rest;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKndd", &payload, &mean, &numel, &share, &rest))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    half_mix(AT(const uint8_t, payload), AT(float, mean), numel, share, rest);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_absmax_encode(PyObject *module, PyObject *args)
@@ -901,12 +1038,41 @@ static PyObject *py_absmax_decode(PyObject *module, PyObject *args)
 {
     unsigned long long payload, out;
     Py_ssize_t numel, width;
+    int past;
     double squared;
     (void)module;
-    if (!PyArg_ParseTuple(args, "KKnn", &payload, &out, &numel, &width))
+    if (!PyArg_ParseTuple(args, "KKnnp", &payload, &out, &numel, &width, &past))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    squared = absmax_decode(AT(const uint8_t, payload), AT(float, out), numel, width);
+    squared = absmax_decode(AT(const uint8_t, payload), AT(float, out), numel, width, past);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(squared);
+}
+
+static PyObject *py_absmax_mix(PyObject *module, PyObject *args)
+{
+    unsigned long long payload, mean;
+    Py_ssize_t numel, width;
+    double share, rest;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKnndd", &payload, &mean, &numel, &width, &share, &rest))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    absmax_mix(AT(const uint8_t, payload), AT(float, mean), numel, width, share, rest);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_sum_into(PyObject *module, PyObject *args)
+{
+    unsigned long long values, added, out;
+    Py_ssize_t numel;
+    double squared;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKn", &values, &added, &out, &numel))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    squared = sum_into(AT(const float, values), AT(const float, added), AT(float, out), numel);
     Py_END_ALLOW_THREADS
     return PyFloat_FromDouble(squared);
 }
@@ -1099,11 +1265,18 @@ static PyMethodDef METHODS[] = {
     {"half_encode", py_half_encode, METH_VARARGS,
      "half_encode(values, added, left, decoded, payload, room, numel) -> all finite"},
     {"half_decode", py_half_decode, METH_VARARGS,
-     "half_decode(payload, out, numel) -> squared norm; -1: a scale is not finite"},
+     "half_decode(payload, out or 0, numel, past) -> squared norm; -1: a scale is not finite"},
+    {"half_mix", py_half_mix, METH_VARARGS,
+     "half_mix(payload, mean, numel, share, rest) of a payload that was found sound"},
     {"absmax_encode", py_absmax_encode, METH_VARARGS,
      "absmax_encode(values, added, left, decoded, payload, room, numel, width) -> all finite"},
     {"absmax_decode", py_absmax_decode, METH_VARARGS,
-     "absmax_decode(payload, out, numel, width) -> squared norm; -1: a scale is not finite"},
+     "absmax_decode(payload, out or 0, numel, width, past) -> squared norm; -1: a scale is not "
+     "finite"},
+    {"absmax_mix", py_absmax_mix, METH_VARARGS,
+     "absmax_mix(payload, mean, numel, width, share, rest) of a payload that was found sound"},
+    {"sum_into", py_sum_into, METH_VARARGS,
+     "sum_into(values, added or 0, out, numel) -> squared norm of the sum"},
     {"crc32", py_crc32, METH_VARARGS, "crc32(payload) -> what zlib.crc32 says"},
     {"tls_read", py_tls_read, METH_VARARGS,
      "tls_read(SSL_read, SSL_get_error, ssl, to, wanted) -> (count, why not more or 0)"},

@@ -33,6 +33,7 @@ from moshpitd.daemon.shared import Shared, members_in
 from moshpitd.net.checksum import crc32
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec
+from moshpitd.tensors.codecs.compiled import Coded
 from moshpitd.tensors.deviation import Owed
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout, Part
@@ -226,7 +227,9 @@ class Round:
             refusal = self._mislabelled(part, payload, crc)
         if refusal is None:
             codec = self._codec(header, part)
-            values, refusal, squared = self._examined(codec, part, payload)
+            # An auditor wants to see the values of a result.
+            whole = header.kind is not FrameKind.CONTRIBUTION and self._auditor.on
+            values, refusal, squared = self._examined(codec, part, payload, whole=whole)
         if refusal is not None:
             self._refuse(sender, header, *refusal)
         elif header.kind is FrameKind.CONTRIBUTION:
@@ -283,23 +286,29 @@ class Round:
         self, codec: Codec, part: Part, payload: memoryview
     ) -> tuple[Tensor, tuple[Reason, str] | None]:
         """The payload as finite values, in this thread's scratch or where it lies."""
-        values, refusal, _ = self._examined(codec, part, payload)
+        values, refusal, _ = self._examined(codec, part, payload, whole=True)
+        assert not isinstance(values, Coded)
         return values, refusal
 
     def _examined(
-        self, codec: Codec, part: Part, payload: memoryview
-    ) -> tuple[Tensor, tuple[Reason, str] | None, float]:
-        """The same with the values' squared norm."""
+        self, codec: Codec, part: Part, payload: memoryview, *, whole: bool
+    ) -> tuple[Tensor | Coded, tuple[Reason, str] | None, float]:
+        """The same with the values' squared norm; not `whole`: they may stay coded."""
         shared = self._shared
         raw = tensor_of(payload)
-        values = raw
+        values: Tensor | Coded = raw
         try:
-            if codec is RAW and part.dtype != "bool":
-                values = typed(raw, part.dtype)  # raw bytes are values already; bools are checked
-                bad, squared = examine(values)
+            found = None if whole else shared.coded(codec, part, raw)
+            if found is not None and is_small(found.squared):
+                values, bad, squared = found, None, found.squared
+            elif codec is RAW and part.dtype != "bool":
+                here = typed(raw, part.dtype)  # raw bytes are values already; bools are checked
+                bad, squared = examine(here)
+                values = here
             else:
-                values = shared.scratch.take("decoded", numel=part.numel, dtype=part.dtype)
-                bad, squared = shared.decode(part, raw, values)
+                room = shared.scratch.take("decoded", numel=part.numel, dtype=part.dtype)
+                bad, squared = shared.decode(part, raw, room)
+                values = room
         except Exception as error:  # whatever a payload does to a codec, it is the sender's
             return raw, (Reason.CODEC, f"{codec.name}: {error}"), math.nan
         if bad is not None:
@@ -315,7 +324,7 @@ class Round:
         return values, None, squared
 
     def _put_result(
-        self, sender: int, part: Part, values: Tensor, held: Held, *, expected: bool
+        self, sender: int, part: Part, values: Tensor | Coded, held: Held, *, expected: bool
     ) -> None:
         shared = self._shared
         with shared.lock(part.index):
@@ -325,7 +334,8 @@ class Round:
                 shared.drop("below_bar")  # barred, or replaced, while this was decoded
                 return
             shared.put_in_place(part, values, held)
-            self._auditor.placed(part, values)
+            if not isinstance(values, Coded):
+                self._auditor.placed(part, values)
             self._reducer.barred(part.index, held.epoch + 1)  # ours of that part is worth nothing
             contributors = members_in(held.contributors)
             shared.post(

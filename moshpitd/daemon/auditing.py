@@ -56,7 +56,7 @@ class Auditor:
         self._shared = shared
         self._owed = owed
         self._decoded = decoded
-        self._on = shared.group.audit_fraction > 0
+        self.on = shared.group.audit_fraction > 0
         # Keyed by part, touched under the part's lock (`_checks` is filled by the loop, before the
         # others are asked).
         self._kept: dict[int, tuple[Codec, Tensor]] = {}
@@ -72,7 +72,7 @@ class Auditor:
 
     def keep(self, part: Part, codec: Codec, payload: Tensor) -> None:
         """What we contribute, as 1-D uint8; copied."""
-        if not self._on or not auditable(self._codec(part)):
+        if not self.on or not auditable(self._codec(part)):
             return
         known = self._kept.get(part.index)
         if known is None or known[1].numel() != payload.numel():
@@ -86,7 +86,7 @@ class Auditor:
         """A result is in place: whoever rounded it may owe that much from now on."""
         codec = self._codec(part)
         if (
-            self._on
+            self.on
             and codec is not RAW
             and part.dtype == LOSSY_DTYPE
             and auditable(codec)

@@ -7,6 +7,7 @@ with it. A part whose accumulator fails is without a result and says so.
 from __future__ import annotations
 
 import logging
+import math
 from typing import NamedTuple
 
 from moshpitd.core.events import Averaged, Event, PartArrived, PartFailed
@@ -16,9 +17,12 @@ from moshpitd.daemon.auditing import Auditor
 from moshpitd.daemon.shared import Shared, encode_failure, members_in
 from moshpitd.net.checksum import crc32
 from moshpitd.tensors.codecs import RAW
+from moshpitd.tensors.codecs.compiled import Coded
+from moshpitd.tensors.feedback import LOSSY_DTYPE
+from moshpitd.tensors.kernels import sum_into
 from moshpitd.tensors.layout import Part
 from moshpitd.tensors.mapped import Rooms, Tensor, bytes_of, untyped
-from moshpitd.tensors.reduction import PartAccumulator, first_nonfinite
+from moshpitd.tensors.reduction import PartAccumulator, first_nonfinite, is_small
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +58,11 @@ class Reducer:
         self._open: dict[int, _Open] = {}
         self._results: dict[int, Result] = {}
 
-    def add(self, sender: int, part: Part, epoch: int, values: Tensor, *, small: bool) -> None:
-        """A checked contribution; dropped if its part was closed or barred while it was decoded.
-        `small` as for accumulators."""
+    def add(
+        self, sender: int, part: Part, epoch: int, values: Tensor | Coded, *, small: bool
+    ) -> None:
+        """A checked contribution; dropped if its part was closed or barred while it was looked at.
+        `small` as for accumulators; what is not is decoded."""
         shared = self._shared
         with shared.lock(part.index):
             if shared.closed or not shared.ledger.is_open(part.index, epoch):
@@ -111,7 +117,7 @@ class Reducer:
         sender: int,
         part: Part,
         epoch: int,
-        values: Tensor,
+        values: Tensor | Coded,
         weight: float,
         *,
         small: bool = False,
@@ -119,7 +125,10 @@ class Reducer:
         opened = self._open.get(part.index)
         if opened is None or opened.epoch != epoch:
             opened = self._open[part.index] = _Open(part, epoch, self._shared.rooms)
-        opened.accumulator.add(values, weight, small=small)
+        if isinstance(values, Coded):
+            opened.accumulator.add_coded(values, weight)
+        else:
+            opened.accumulator.add(values, weight, small=small)
         opened.inside |= 1 << sender
 
     def _spoilt(self, part: Part, epoch: int, error: Exception) -> None:
@@ -181,17 +190,21 @@ class Reducer:
             own = shared.scratch.take("own", numel=part.numel, dtype=part.dtype)
             feedback = shared.feedback(part, result=False)
             values = shared.local.contribution(part)
-            if feedback is None:
+            squared = math.nan
+            if feedback is not None:
+                # Nothing is lost of what does not travel, and what was lost before is in it.
+                squared = feedback.give(part, values, own)
+            elif part.dtype == LOSSY_DTYPE:
+                squared = sum_into(values, None, own)
+            else:
                 own.copy_(values)
-            else:  # nothing is lost of what does not travel, and what was lost before is in it
-                feedback.give(part, values, own)
             failure = shared.local.unusable()
             if failure is not None and feedback is not None:
                 feedback.withdraw(part)
         if failure is not None:
             shared.post(PartFailed(shared.group_id, part.index, *failure, epoch=epoch))
             return
-        self._add(shared.index, part, epoch, own, shared.weight)
+        self._add(shared.index, part, epoch, own, shared.weight, small=is_small(squared))
         self._auditor.keep(part, RAW, untyped(own))
 
     def _no_result(self, part: Part, epoch: int, reason: Reason, detail: str) -> PartFailed:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from moshpitd.core.outcome import Reason
 from moshpitd.daemon.buffers import Bucket, Deltas
+from moshpitd.tensors.codecs.compiled import Coded
 from moshpitd.tensors.delta import max_delta, mean_delta
 from moshpitd.tensors.kernels import copy_past
 from moshpitd.tensors.layout import Layout, Part
@@ -85,6 +86,17 @@ class LocalValues:
         for source in self._sources:
             if _writable(source):
                 copy_past(values, self._layout.part_view(source.bucket.data, part))
+
+    def apply_coded(self, part: Part, values: Coded) -> None:
+        """`apply` of what was not decoded yet: straight to the bucket where there is only one."""
+        if len(self._sources) == 1 and not self._late:
+            if _writable(self._sources[0]):
+                target = self._layout.part_view(self._sources[0].bucket.data, part)
+                values.decode(target, past=True)
+            return
+        room = self._scratch.take("result", numel=part.numel, dtype=part.dtype)
+        values.decode(room)
+        self.apply(part, room)
 
     def has_result(self) -> bool:
         """Whether what was applied is still there: in a bucket that its trainer left alone."""

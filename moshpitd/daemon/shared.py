@@ -23,6 +23,7 @@ from moshpitd.daemon.local import LocalValues
 from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec, codec_for
+from moshpitd.tensors.codecs.compiled import Coded, coded
 from moshpitd.tensors.feedback import LOSSY_DTYPE, ErrorFeedback, Residuals, feeds
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Rooms, Scratch, Tensor
@@ -153,9 +154,22 @@ class Shared:
         self._timed(codec.name, "decode", time.perf_counter() - began)
         return examined
 
-    def put_in_place(self, part: Part, values: Tensor, held: Held) -> None:
+    def coded(self, codec: Codec, part: Part, payload: Tensor) -> Coded | None:
+        """A payload to be used without being decoded first; None where that is not possible."""
+        if part.dtype != LOSSY_DTYPE:
+            return None
+        began = time.perf_counter()
+        found = coded(codec, payload, part.numel)
+        if found is not None:  # the other half of decoding is part of what is done with it
+            self._timed(codec.name, "decode", time.perf_counter() - began)
+        return found
+
+    def put_in_place(self, part: Part, values: Tensor | Coded, held: Held) -> None:
         """Lock held; `ledger.may_place` said yes."""
-        self.local.apply(part, values)
+        if isinstance(values, Coded):
+            self.local.apply_coded(part, values)
+        else:
+            self.local.apply(part, values)
         self.ledger.place(held)
 
     def close(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:

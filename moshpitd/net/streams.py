@@ -392,9 +392,9 @@ class TlsStream(BySegment):
         wire = self.wire
         if self._compiled is not None and timeout_s is None and wire.down is None:
             try:
-                return self._compiled.receive(
-                    wire.descriptor, view, self._small_room, wire.heard
-                )[0]
+                return self._compiled.receive(wire.descriptor, view, self._small_room, wire.heard)[
+                    0
+                ]
             except (OSError, ValueError) as error:
                 raise LinkBroken(_cause(error)) from None
         got, wanted = 0, len(view)

@@ -31,6 +31,7 @@ from torch import Tensor
 from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.tensors.codecs import Codec
 from moshpitd.tensors.dtypes import DTYPES, dtype_name
+from moshpitd.tensors.kernels import sum_into
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Area
 from moshpitd.tensors.reduction import first_nonfinite
@@ -109,21 +110,22 @@ class ErrorFeedback:
         self._held[part.index] = where
         return size
 
-    def give(self, part: Part, values: Tensor, out: Tensor) -> None:
-        """out = values + e, for what nothing is lost of on its way: e' = 0 is held."""
+    def give(self, part: Part, values: Tensor, out: Tensor) -> float:
+        """out = values + e, for what nothing is lost of on its way: e' = 0 is held. Returns the
+        squared norm of `out`, or NaN where nobody looked."""
         self._check(part, values)
         at = self._at[part.index]
         if at == _ZERO:
-            out.copy_(values)
+            squared = sum_into(values, None, out)
             if self._held[part.index] != _NOTHING:  # coded for a reducer that died; ours now
                 self._held[part.index] = _ZERO
-            return
-        torch.add(values, self._slot(part, at), out=out)
-        if first_nonfinite(out) is not None:
+            return squared
+        squared = sum_into(values, self._slot(part, at), out)
+        if not math.isfinite(squared) and first_nonfinite(out) is not None:
             self._forget(part, "not_finite")
-            out.copy_(values)
-            return
+            return sum_into(values, None, out)
         self._held[part.index] = _ZERO
+        return squared
 
     def withdraw(self, part: Part) -> None:
         """What was encoded last turned out not to be the trainer's values. It was not sent, but the

@@ -8,6 +8,8 @@ processor), `BUILT` is False and the torch code runs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,12 @@ from moshpitd.errors import LocalProtocolError
 try:
     from moshpitd import _native as native
 
-    BUILT = hasattr(native, "copy_past")  # not in one that was built of an older source
+    BUILT = hasattr(native, "sum_into")  # not in one that was built of an older source
 except ImportError:
     native = None  # type: ignore[assignment]
     BUILT = False
 
-__all__ = ["BUILT", "CPU", "address", "copy_past", "native", "takes"]
+__all__ = ["BUILT", "CPU", "address", "copy_past", "native", "sum_into", "takes"]
 
 CPU = torch.device("cpu")  # where all of it is
 # Below this the caches hold both sides, and what is copied may be read there at once.
@@ -44,6 +46,20 @@ def address(values: Tensor | None, numel: int, dtype: torch.dtype = torch.float3
             f"{dtype} of at least {numel}"
         )
     return values.data_ptr()
+
+
+def sum_into(values: Tensor, added: Tensor | None, out: Tensor) -> float:
+    """out = values + added, or a copy (1-D float32, equal length); returns its squared norm, which
+    is not finite if a value is not, or NaN where nobody looked."""
+    if takes(values, added, out) and values.is_contiguous() and values.dtype == torch.float32:
+        numel = out.numel()
+        where = (address(values.detach(), numel), address(added, numel), address(out, numel))
+        return native.sum_into(*where, numel)
+    if added is None:
+        out.copy_(values)
+    else:
+        torch.add(values, added, out=out)
+    return math.nan
 
 
 def copy_past(source: Tensor, target: Tensor, *, non_blocking: bool = False) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,16 @@ from moshpitd.tensors.dtypes import DTYPES, dtype_name
 from moshpitd.tensors.kernels import address, native, takes
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.slices import SLICE_BYTES, scratch, slice_bounds
+
+
+class Coded(Protocol):
+    """Values of a payload, as `tensors.codecs.compiled.Coded`."""
+
+    numel: int
+
+    def decode(self, out: Tensor, *, past: bool = False) -> None: ...
+
+    def mix(self, mean: Tensor, *, share: float, rest: float) -> None: ...
 
 
 class PartAccumulator:
@@ -91,6 +102,29 @@ class PartAccumulator:
             self.total_weight = total
             self.count += 1
 
+    def add_coded(self, values: Coded, weight: float) -> None:
+        """`add` of float32 values that were never written down: finite and small."""
+        if self._row.name != "float32" or values.numel != self.numel:
+            raise LocalProtocolError(
+                f"accumulator: got {values.numel} coded float32, expected {self.numel} of "
+                f"{self._row.name}"
+            )
+        with self._lock:
+            total = self.total_weight + weight
+            if self._state is None:
+                self._state = self._new()
+                values.decode(self._state)
+            elif self._small:
+                share, rest = weight / total, self.total_weight / total
+                values.mix(self._state, share=share, rest=rest)
+            else:
+                room = scratch(self.numel, torch.float32, self._state.device, name="coded")
+                values.decode(room)
+                share, rest = weight / total, self.total_weight / total
+                _mix(self._state, room, share=share, rest=rest)
+            self.total_weight = total
+            self.count += 1
+
     def mean(self, out: Tensor) -> None:
         """Write the mean (the maximum under rule "max") to `out`: the part's dtype and numel.
 
@@ -112,10 +146,15 @@ class PartAccumulator:
             return state.to(self._row.torch_dtype)
 
     def _begun(self, values: Tensor) -> Tensor:
+        if self._room is None:
+            return values.to(self._row.accumulate_in, copy=True)
+        return self._new().copy_(values)
+
+    def _new(self) -> Tensor:
         wide = self._row.accumulate_in
         if self._room is None:
-            return values.to(wide, copy=True)
-        return self._room(self.numel * wide.itemsize).view(wide).copy_(values)
+            return torch.empty(self.numel, dtype=wide)
+        return self._room(self.numel * wide.itemsize).view(wide)
 
     def _check(self, values: Tensor) -> None:
         row = self._row

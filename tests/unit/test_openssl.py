@@ -309,7 +309,7 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_is_moved(tmp_path: 
         with pytest.raises(TypeError, match="read-write"):
             conversation.receive(wire, memoryview(b"read only"), room, count)
         with pytest.raises(ValueError, match="8 aligned bytes"):
-            native.receive(wire, room, bytearray(9))
+            native.receive_segments(None, wire, room, 0, 8, room, bytearray(9))
         with pytest.raises(ValueError, match="nine addresses"):
             native.conversation(1, 2, 3, 4, 5, 6, 7, 8, 0)
         assert dialler.stream.wire.bytes_handed > 0 == int.from_bytes(count, "little")

@@ -109,8 +109,13 @@ class AbsmaxCodec(CompiledCodec):
         rounded.sub_(8.0)
         pack_nibbles(nibbles, codes.view(torch.uint8)[start // 2 : blocks(stop, 2)])
 
-    def _decode_compiled(self, payload: int, out: int, numel: int) -> float:
-        return native.absmax_decode(payload, out, numel, self.block)
+    def _decode_compiled(self, payload: int, out: int, numel: int, past: bool) -> float:
+        return native.absmax_decode(payload, out, numel, self.block, past)
+
+    def _mix_compiled(
+        self, payload: int, mean: int, numel: int, *, share: float, rest: float
+    ) -> None:
+        native.absmax_mix(payload, mean, numel, self.block, share, rest)
 
     def _decode_torch(self, payload: Tensor, out: Tensor) -> None:
         count = blocks(out.numel(), self.block)

@@ -40,8 +40,16 @@ class CompiledCodec(Codec):
         ...
 
     @abstractmethod
-    def _decode_compiled(self, payload: int, out: int, numel: int) -> float:
-        """The squared norm, not finite if a value is not; -1 where a scale is not finite."""
+    def _decode_compiled(self, payload: int, out: int, numel: int, past: bool) -> float:
+        """The squared norm, not finite if a value is not; -1 where a scale is not finite. `out` 0:
+        nothing is kept; `past`: it goes past the caches."""
+        ...
+
+    @abstractmethod
+    def _mix_compiled(
+        self, payload: int, mean: int, numel: int, *, share: float, rest: float
+    ) -> None:
+        """mean = rest * mean + share * decoded, with the bits of `reduction._mix_small`."""
         ...
 
     @abstractmethod
@@ -106,7 +114,7 @@ class CompiledCodec(Codec):
         squared = self._decode(payload, out)
         return (None, squared) if math.isfinite(squared) else examine(out)
 
-    def _decode(self, payload: Tensor, out: Tensor) -> float:
+    def _decode(self, payload: Tensor, out: Tensor, *, past: bool = False) -> float:
         """The squared norm; NaN if nobody looked or a value is not finite."""
         numel = out.numel()
         size = self.payload_bytes(numel, dtype_name(out.dtype))
@@ -115,5 +123,45 @@ class CompiledCodec(Codec):
             self._decode_torch(payload, out)
             return math.nan
         there = address(payload, payload.numel(), torch.uint8)
-        squared = self._decode_compiled(there, address(out, numel), numel)
+        squared = self._decode_compiled(there, address(out, numel), numel, past)
         return checked_norm(squared, codec=self.name)
+
+    def coded(self, payload: Tensor, numel: int) -> Coded | None:
+        """A payload (1-D uint8, as for `decode`) of `numel` float32 that can be used without being
+        decoded first, and what its values are like; None where nothing was compiled for it."""
+        check_payload(payload, self.payload_bytes(numel, "float32"), codec=self.name)
+        if not (self._compiled and takes(payload)):
+            return None
+        there = address(payload, payload.numel(), torch.uint8)
+        squared = checked_norm(self._decode_compiled(there, 0, numel, False), codec=self.name)
+        return Coded(self, payload, numel, squared)
+
+
+class Coded:
+    """The values of a payload that are never written down. Invariant: its scales are finite.
+
+    `squared`: their squared norm as `decode_examined` tells it; not finite if a value is not.
+    """
+
+    __slots__ = ("_codec", "_payload", "numel", "squared")
+
+    def __init__(self, codec: CompiledCodec, payload: Tensor, numel: int, squared: float) -> None:
+        self._codec, self._payload = codec, payload
+        self.numel, self.squared = numel, squared
+
+    def decode(self, out: Tensor, *, past: bool = False) -> None:
+        """The values themselves (1-D float32); `past` the caches if nobody reads them soon."""
+        self._codec._decode(self._payload, out, past=past)
+
+    def mix(self, mean: Tensor, *, share: float, rest: float) -> None:
+        """mean = rest * mean + share * values in one pass; share + rest = 1. For values that are
+        finite and small (`reduction.is_small`), like those in the mean."""
+        there = address(self._payload, self._payload.numel(), torch.uint8)
+        self._codec._mix_compiled(
+            there, address(mean, self.numel), self.numel, share=share, rest=rest
+        )
+
+
+def coded(codec: Codec, payload: Tensor, numel: int) -> Coded | None:
+    """`CompiledCodec.coded` of a codec that may be any."""
+    return codec.coded(payload, numel) if isinstance(codec, CompiledCodec) else None

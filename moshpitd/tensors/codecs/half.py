@@ -118,8 +118,13 @@ class HalfCodec(CompiledCodec):
         exponent = math.frexp(absmax)[1]  # absmax in [2^(e-1), 2^e)
         return math.ldexp(1.0, max(exponent - 15, -126))  # so that 1 / scale is a float32 too
 
-    def _decode_compiled(self, payload: int, out: int, numel: int) -> float:
-        return native.half_decode(payload, out, numel)
+    def _decode_compiled(self, payload: int, out: int, numel: int, past: bool) -> float:
+        return native.half_decode(payload, out, numel, past)
+
+    def _mix_compiled(
+        self, payload: int, mean: int, numel: int, *, share: float, rest: float
+    ) -> None:
+        native.half_mix(payload, mean, numel, share, rest)
 
     def _decode_torch(self, payload: Tensor, out: Tensor) -> None:
         count = blocks(out.numel(), HALF_BLOCK)
