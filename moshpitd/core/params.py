@@ -91,7 +91,7 @@ class Params:
     max_candidates: int = 256
     """Peers remembered per run for meeting: 16 groups' worth, 64 KiB of records."""
     max_parts: int = 1 << 20
-    """Parts of a bucket: 1 TiB at the default 1 MiB."""
+    """Parts of a bucket: 4 TiB at 4 MiB, which a large model has by default."""
     max_trainers: int = 64
     """Trainers of one run on one node."""
     max_state_bytes: int = 64 << 20

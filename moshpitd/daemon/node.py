@@ -306,7 +306,7 @@ class Node:
             exchange=exchange,
             codec=codec or averaging.codec,
             feedback=feedback if codec else None,
-            part_bytes=averaging.part_bytes,
+            part_bytes=averaging.part_bytes or None,
             buffers_dir=self.paths.buffers_dir,
             data_dir=self.paths.data_dir,
             max_trainers=self._params.max_trainers,

@@ -97,7 +97,7 @@ class Ground:
     exchange: Store
     codec: str
     feedback: bool | None  # None: as the settings say
-    part_bytes: int
+    part_bytes: int | None  # None: by the size of the model
     buffers_dir: Path
     data_dir: Path
     max_trainers: int

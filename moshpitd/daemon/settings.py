@@ -37,6 +37,9 @@ what is sent. That is sqrt(1 - delta) / (1 - sqrt(1 - delta)) <= 1 for the codec
 because settings may not import the codecs: they would bring torch."""
 
 
+MIN_PART_BYTES = 4096  # a page: below, a frame is mostly its header and its way through us
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -163,12 +166,20 @@ class _AveragingOwn(_Section):
     allow_no_error_feedback: bool = False
     """Permit what error feedback does not mend: error_feedback = false with a codec other than
     float32, and codecs whose error it cannot keep below the size of the parameters."""
-    part_bytes: int = Field(default=1 << 20, ge=4096, le=1 << 26, multiple_of=64)
-    """Size of a part, the unit of arithmetic and of loss."""
+    part_bytes: int = Field(default=0, ge=0, le=1 << 26, multiple_of=64)
+    """Size of a part, the unit of arithmetic and of loss; 4096 or more, and the same on all nodes
+    of a run. 0: by the size of the model, 1 MiB, and 4 MiB from 256 MiB on."""
     topology_file: str = ""
     """TOML file with the PeerIDs that exchange with each other, for trainers that say
     topology = "own"; the same on all nodes (configs/topology.toml). Empty: there is no such
     topology here."""
+
+    @field_validator("part_bytes")
+    @classmethod
+    def _part_bytes(cls, size: int) -> int:
+        if 0 < size < MIN_PART_BYTES:
+            raise Misfit(f"{size} bytes", f"0, or {MIN_PART_BYTES} and more")
+        return size
 
     def params(self) -> Params:
         """The core's record of the same values."""

@@ -49,7 +49,7 @@ class LinkCallbacks:
 class LinkLimits:
     """Bounds of the pool. Sizes in bytes, times in seconds."""
 
-    # A part is about 1 MiB; float64 data raw and its slack fit eight times over. Each flow has two
+    # A part has at most 4 MiB unless somebody set it; with its label one fits. Each flow has two
     # buffers of this size, of which only the touched pages cost memory.
     payload_bytes_max: int = 8 << 20
     # One frame per part: 16 GiB in parts of 1 MiB to one peer, at about 200 bytes per waiting

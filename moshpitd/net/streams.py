@@ -11,11 +11,8 @@ socket asks the kernel twice per record of 16 KiB to read and once to write, thi
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,29 +23,11 @@ from moshpitd.errors import LinkBroken
 from moshpitd.net import openssl
 from moshpitd.net.frames import MORE, SEGMENT_BYTES
 from moshpitd.net.openssl import NEVER
-from moshpitd.net.throttle import Throttle
+from moshpitd.net.sockets import COMPILED, NOTHING, SLICE_BYTES, Silent, Wire, cause
 
-try:
-    from moshpitd import _native as native
-
-    _COMPILED = hasattr(native, "receive_segments")  # not in one that was built of an older source
-except ImportError:
-    _COMPILED = False
-
-# What one call asks of the kernel. A segment is also what is encrypted in one go: it must fit the
-# second-level cache twice; smaller pieces pay for more calls, larger ones hold the lock longer than
-# the 0.1 ms that the other direction may wait.
-SLICE_BYTES = SEGMENT_BYTES
-# The same where no call costs a wait for the interpreter: what a cache holds is copied and opened
-# there (per GB, both ends: 0.45 s of processor time against 0.49 with 256 KiB).
+# What a compiled call reads of TLS at a time: what a cache holds is copied and opened there (per
+# GB, both ends: 0.45 s of processor time against 0.49 with 256 KiB).
 PIECE_BYTES = 64 << 10
-_FAILED = 3  # of a compiled call: the kernel says why
-_NOTHING = memoryview(b"")
-_NO_ROOM = memoryview(bytearray(1))  # of a line that needs none
-
-
-class Silent(LinkBroken):
-    """A wait took longer than its bound."""
 
 
 class Stream(Protocol):
@@ -97,133 +76,6 @@ class Stream(Protocol):
         """Hand over `head` and the segment of the body that begins at `start`, then, each behind
         its MORE, those that follow, at least until `urgent[0]` is set. Returns where to go on."""
         ...
-
-
-class Wire:
-    """A blocking socket with its caps. `bytes_heard` is what the kernel has handed over,
-    `bytes_handed` what it has taken: counts in memory, because compiled code adds to them while a
-    segment is on its way."""
-
-    def __init__(self, raw: socket.socket) -> None:
-        raw.settimeout(None)
-        self._socket = raw
-        self.heard, self.handed = bytearray(8), bytearray(8)
-        self.up: Throttle | None = None
-        self.down: Throttle | None = None
-
-    @property
-    def bytes_heard(self) -> int:
-        return int.from_bytes(self.heard, sys.byteorder)
-
-    @property
-    def bytes_handed(self) -> int:
-        return int.from_bytes(self.handed, sys.byteorder)
-
-    @property
-    def descriptor(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self, view: memoryview, timeout_s: float | None) -> int:
-        """At least one byte, or 0 at the end of the stream."""
-        most = SLICE_BYTES if self.down is None else self.down.piece_bytes
-        try:
-            if timeout_s is not None:
-                self._wait(select.POLLIN, timeout_s)
-            count = self._socket.recv_into(view, min(len(view), most))
-        except (OSError, ValueError) as error:
-            raise LinkBroken(_cause(error)) from None
-        _add(self.heard, count)
-        if self.down is not None:
-            self.down.wait(count)  # what waits in the kernel meanwhile slows the sender down
-        return count
-
-    def fill(self, view: memoryview, timeout_s: float | None) -> int:
-        """Fill the view; less only at the end of the stream."""
-        if _COMPILED and timeout_s is None and self.down is None:
-            return self.fill_segments(view, 0, max(1, len(view)))[0]
-        got = 0
-        while got < len(view) and (count := self.receive(view[got:], timeout_s)):
-            got += count
-        return got
-
-    def fill_segments(self, view: memoryview, got: int, segment: int) -> tuple[int, int]:
-        """`Stream.read_segments`, compiled."""
-        got, mark, how, why = native.receive_segments(
-            None, self.descriptor, view, got, segment, _NO_ROOM, self.heard
-        )
-        if how == _FAILED:
-            raise LinkBroken(_cause(OSError(why, os.strerror(why))))
-        return got, mark
-
-    def send_segments(
-        self,
-        head: memoryview | bytes,
-        body: memoryview,
-        start: int,
-        segment: int,
-        urgent: bytearray,
-    ) -> int:
-        """`Stream.write_segments`, compiled. OSError is why the kernel did not take it."""
-        start, _, why = native.send_segments(
-            None, self.descriptor, head, body, start, segment, urgent, _NO_ROOM, self.handed
-        )
-        if why:
-            raise OSError(why, os.strerror(why))
-        return start
-
-    def send(
-        self, pieces: Sequence[memoryview], timeout_s: float | None, *, urgent: bool = False
-    ) -> None:
-        try:
-            if self.up is None:
-                self._send(pieces, timeout_s)
-                return
-            for piece in pieces:
-                for start in range(0, len(piece), self.up.piece_bytes):
-                    part = piece[start : start + self.up.piece_bytes]
-                    if urgent:
-                        self.up.reserve(len(part))
-                    else:
-                        self.up.wait(len(part))
-                    self._send((part,), timeout_s)
-        except (OSError, ValueError) as error:
-            raise LinkBroken(_cause(error)) from None
-
-    def _send(self, pieces: Sequence[memoryview], timeout_s: float | None) -> None:
-        if _COMPILED and timeout_s is None and len(pieces) <= 2:
-            head, body, *_ = *pieces, _NOTHING, _NOTHING
-            self.send_segments(head, body, 0, max(1, len(body)), NEVER)
-            return
-        rest = [piece for piece in pieces if piece]
-        while rest:
-            if timeout_s is None:
-                count = self._socket.sendmsg(rest)
-            else:
-                self._wait(select.POLLOUT, timeout_s)
-                try:
-                    count = self._socket.sendmsg(rest, (), socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    continue
-            _add(self.handed, count)
-            while rest and count >= len(rest[0]):
-                count -= len(rest.pop(0))
-            if rest and count:
-                rest[0] = rest[0][count:]
-
-    def _wait(self, event: int, timeout_s: float) -> None:
-        poller = select.poll()
-        poller.register(self._socket.fileno(), event)
-        # The flags do not matter: after an error or a hang-up the next call says what it was.
-        if not poller.poll(timeout_s * 1000):
-            raise Silent(f"silent for {timeout_s:g} s")
-
-    def shut(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.close()
 
 
 class BySegment:
@@ -301,7 +153,7 @@ class PlainStream(BySegment):
     def read_segments(
         self, view: memoryview, got: int, timeout_s: float | None = None
     ) -> tuple[int, int]:
-        if not _COMPILED or self._ahead or timeout_s is not None or self.wire.down is not None:
+        if not COMPILED or self._ahead or timeout_s is not None or self.wire.down is not None:
             return super().read_segments(view, got, timeout_s)
         return self.wire.fill_segments(view, got, SEGMENT_BYTES)
 
@@ -314,12 +166,12 @@ class PlainStream(BySegment):
         urgent: bytearray = NEVER,
         timeout_s: float | None = None,
     ) -> int:
-        if not _COMPILED or timeout_s is not None or self.wire.up is not None:
+        if not COMPILED or timeout_s is not None or self.wire.up is not None:
             return super().write_segments(head, body, start, urgent=urgent, timeout_s=timeout_s)
         try:
             return self.wire.send_segments(head, body, start, SEGMENT_BYTES, urgent)
         except (OSError, ValueError) as error:
-            raise LinkBroken(_cause(error)) from None
+            raise LinkBroken(cause(error)) from None
 
 
 class TlsStream(BySegment):
@@ -366,7 +218,7 @@ class TlsStream(BySegment):
         try:
             self._converse(self._tls.unwrap, timeout_s)
         except (OSError, ValueError) as error:
-            raise LinkBroken(f"leaving TLS: {_cause(error)}") from None
+            raise LinkBroken(f"leaving TLS: {cause(error)}") from None
         # OpenSSL takes records one by one, so what came behind the alert still lies here.
         return PlainStream(self.wire, self._incoming.read())
 
@@ -396,14 +248,14 @@ class TlsStream(BySegment):
                     0
                 ]
             except (OSError, ValueError) as error:
-                raise LinkBroken(_cause(error)) from None
+                raise LinkBroken(cause(error)) from None
         got, wanted = 0, len(view)
         while got < wanted:
             try:
                 with self._lock:
                     count, more = _read(self._tls, view[got:])
             except (OSError, ValueError) as error:
-                raise LinkBroken(_cause(error)) from None
+                raise LinkBroken(cause(error)) from None
             got += count
             if got < wanted and not (more and self._fill(timeout_s)):
                 break
@@ -424,7 +276,7 @@ class TlsStream(BySegment):
                 and wire.up is None
                 and len(pieces) <= 2
             ):
-                head, body, *_ = *pieces, _NOTHING, _NOTHING
+                head, body, *_ = *pieces, NOTHING, NOTHING
                 self._compiled.send(wire.descriptor, head, body, wire.handed)
                 return
             with self._lock:
@@ -434,7 +286,7 @@ class TlsStream(BySegment):
                         rest = rest[self._tls.write(rest) :]
                 sealed = self._outgoing.read()
         except (OSError, ValueError) as error:
-            raise LinkBroken(_cause(error)) from None
+            raise LinkBroken(cause(error)) from None
         self.wire.send((memoryview(sealed),), timeout_s, urgent=urgent)
 
     def read_segments(
@@ -448,7 +300,7 @@ class TlsStream(BySegment):
                 wire.descriptor, view, self._small_room, wire.heard, got=got, segment=SEGMENT_BYTES
             )
         except (OSError, ValueError) as error:
-            raise LinkBroken(_cause(error)) from None
+            raise LinkBroken(cause(error)) from None
 
     def write_segments(
         self,
@@ -468,7 +320,7 @@ class TlsStream(BySegment):
                 start=start, segment=SEGMENT_BYTES, urgent=urgent,
             )  # fmt: skip
         except (OSError, ValueError) as error:
-            raise LinkBroken(_cause(error)) from None
+            raise LinkBroken(cause(error)) from None
 
     def _fill(self, timeout_s: float | None) -> int:
         count = self.wire.receive(self._room, timeout_s)
@@ -498,22 +350,8 @@ def _read(tls: ssl.SSLObject | openssl.Conversation, view: memoryview) -> tuple[
     return got, True
 
 
-def _add(count: bytearray, more: int) -> None:
-    """One thread writes a count; whoever reads it sees the one before or the one after."""
-    count[:] = (int.from_bytes(count, sys.byteorder) + more).to_bytes(8, sys.byteorder)
-
-
 def _left(deadline: float) -> float:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise Silent("out of time")
     return left_s
-
-
-def _cause(error: OSError | ValueError) -> str:
-    if isinstance(error, ssl.SSLEOFError):
-        return "closed by the other side"
-    if isinstance(error, TimeoutError):
-        return "nothing acknowledged (TCP timeout)"
-    text = error.strerror if isinstance(error, OSError) else None
-    return str(text or error)

@@ -20,7 +20,8 @@ from libp2p.security.tls.transport import TLSTransport
 from moshpitd.errors import ConfigError, LinkBroken, RemoteProtocolError, Unreachable
 from moshpitd.net import openssl
 from moshpitd.net.identity import Identity, is_peer_id
-from moshpitd.net.streams import Silent, TlsStream
+from moshpitd.net.sockets import Silent
+from moshpitd.net.streams import TlsStream
 
 # Silence on a link is judged by the protocol's own deadlines; these only free a socket whose host
 # is gone. Unacknowledged data ends a link after 20 s, an idle link after 10 + 3 * 5 s.

@@ -24,6 +24,10 @@ from moshpitd.tensors.transfer import Carrier, Staging
 
 ALIGNMENT_BYTES = 64
 DEFAULT_PART_BYTES = 1 << 20
+LARGE_PART_BYTES = 4 << 20  # 8 MiB of float64 with its slack would not fit a frame (net/link.py)
+# In so many parts a model is cut at least before its parts get larger: among 16 members of equal
+# speed the one with a part more than its share carries a tenth more at most.
+PARTS_AT_LEAST = 64
 MAX_TENSORS = 1 << 20  # a name and a shape each; above this the schema itself becomes a load
 MAX_PARTS = 1 << 20  # 1 TiB at the default part size; assignments and outcomes list every part
 MAX_BUCKET_BYTES = 1 << 62  # what an offset on the wire and in mmap can say
@@ -108,11 +112,10 @@ class Layout:
     _offsets: tuple[int, ...]  # bytes, in spec order
 
     @classmethod
-    def from_specs(
-        cls, specs: Iterable[TensorSpec], part_bytes: int = DEFAULT_PART_BYTES
-    ) -> Layout:
-        """TrainerError(INVALID_ARGUMENT) names the tensor; ConfigError is about part_bytes."""
-        if part_bytes <= 0 or part_bytes % ALIGNMENT_BYTES:
+    def from_specs(cls, specs: Iterable[TensorSpec], part_bytes: int | None = None) -> Layout:
+        """`part_bytes` None: by the size of it all (`part_bytes_for`). TrainerError
+        (INVALID_ARGUMENT) names the tensor; ConfigError is about part_bytes."""
+        if part_bytes is not None and (part_bytes <= 0 or part_bytes % ALIGNMENT_BYTES):
             raise ConfigError(
                 f"{part_bytes} is no part size",
                 key="part_bytes",
@@ -121,6 +124,8 @@ class Layout:
         given = tuple(specs)
         _check_specs(given)
         regions, nbytes = _regions(given)
+        if part_bytes is None:
+            part_bytes = part_bytes_for(nbytes)
         offsets = [0] * len(given)
         for region in regions:
             size = DTYPES[region.dtype].itemsize
@@ -307,6 +312,15 @@ def _regions(specs: tuple[TensorSpec, ...]) -> tuple[tuple[Region, ...], int]:
     if end > MAX_BUCKET_BYTES:
         raise TrainerError(f"the tensors need {end} bytes, expected at most {MAX_BUCKET_BYTES}")
     return tuple(regions), end
+
+
+def part_bytes_for(nbytes: int) -> int:
+    """The part size of a model of so many bytes: 1 MiB, and up to 4 MiB where that leaves enough
+    parts to share out. What a part costs beside its bytes is some 0.1 ms at each end."""
+    size = DEFAULT_PART_BYTES
+    while size < LARGE_PART_BYTES and nbytes >= PARTS_AT_LEAST * 2 * size:
+        size *= 2
+    return size
 
 
 def _parts(regions: tuple[Region, ...], part_bytes: int) -> tuple[Part, ...]:

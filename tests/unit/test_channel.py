@@ -13,9 +13,11 @@ from itertools import count
 import pytest
 
 from moshpitd.errors import LinkBroken, RemoteProtocolError
+from moshpitd.net import sockets
 from moshpitd.net.channel import Channel
 from moshpitd.net.frames import ASIDE, HEADER_BYTES, MORE, SEGMENT_BYTES, FrameKind, Header
-from moshpitd.net.streams import PlainStream, Wire
+from moshpitd.net.sockets import Wire
+from moshpitd.net.streams import PlainStream
 
 LIMIT = 4 << 20
 LARGE = bytes(range(256)) * (3 * SEGMENT_BYTES // 256) + b"tail"
@@ -79,6 +81,37 @@ def test_round_trips_go_between_the_segments_of_a_large_frame(
     assert received[1] == LARGE
     assert asides == [1, 2, 4]
     assert left.bytes_out == right.bytes_in == len(LARGE) + 4 * HEADER_BYTES
+
+
+def test_what_becomes_urgent_waits_for_one_segment(pair: tuple[Channel, Channel]) -> None:
+    """The flag is what compiled code looks at: without it nobody is asked between two segments."""
+    left, right = pair
+    asked: list[int] = []
+    asides: list[int] = []
+    urgent = bytearray(1)
+
+    def ping() -> Header | None:
+        asked.append(len(asides))
+        if not urgent[0]:
+            return None
+        urgent[0] = 0
+        return Header(FrameKind.PING, contributors=7)
+
+    def send() -> None:
+        left.send(Header(FrameKind.RESULT, part=1), LARGE, aside=ping, urgent=urgent)
+        urgent[0] = 1
+        left.send(Header(FrameKind.RESULT, part=2), LARGE, aside=ping, urgent=urgent)
+
+    sending = in_background(send)
+    for part in (1, 2):
+        received = right.receive(aside=lambda header: asides.append(header.contributors))
+        assert received is not None
+        assert received[0].part == part
+        assert received[1] == LARGE
+    sending.join()
+    assert asides == [7]
+    if sockets.COMPILED:
+        assert len(asked) == 2  # the one that it had for us, and then there was no other
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from moshpitd.errors import LocalProtocolError, RemoteProtocolError, TrainerErro
 from moshpitd.net.checksum import crc32
 from moshpitd.tensors import kernels
 from moshpitd.tensors.codecs import Codec, codec_for
-from moshpitd.tensors.reduction import examine, first_nonfinite
+from moshpitd.tensors.codecs.compiled import coded
+from moshpitd.tensors.reduction import PartAccumulator, _mix_small, examine, first_nonfinite
 
 pytestmark = pytest.mark.skipif(
     not kernels.BUILT, reason="moshpitd._native is not built (no compiler, or no AVX2)"
@@ -283,3 +284,123 @@ def test_what_has_its_values_elsewhere_is_copied_by_torch() -> None:
     assert (target == 3).all()
     kernels.copy_past(torch._efficientzerotensor(100_000), target)
     assert (target == 0).all()
+
+
+# -- payloads that are used without being written down -------------------------------------------
+
+SHARES = [(1, 1), (1, 3), (3, 1), (1, 1 << 20), (1 << 20, 1), (7, 8)]
+"""(weight of what comes, of what is there): either side of a half, and a half itself."""
+
+
+def payload_of(codec: Codec, values: Tensor) -> Tensor:
+    room = torch.empty(codec.payload_bytes(values.numel(), "float32"), dtype=torch.uint8)
+    codec.encode(values, room)
+    return room
+
+
+def small(numel: int) -> Iterator[tuple[str, Tensor]]:
+    for name, values, _ in pairs(numel):
+        if bool(torch.isfinite(values).all()) and float(values.abs().max()) < 2.0**60:
+            yield name, values
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_mixing_a_payload_in_gives_the_bits_of_decoding_it_first(name: str, numel: int) -> None:
+    codec, there = codec_for(name, "float32"), torch.randn(numel)
+    whole = numel // 32 * 32  # torch rounds what fills no two vectors in another way
+    for what, values in small(numel):
+        payload = payload_of(codec, values)
+        found = coded(codec, payload, numel)
+        assert found is not None
+        decoded = torch.empty(numel)
+        bad, squared = codec.decode_examined(payload, decoded)
+        assert (bad, squared) == (None, found.squared), what
+        for ours, theirs in SHARES:
+            mean, twin = there.clone(), there.clone()
+            share, rest = ours / (ours + theirs), theirs / (ours + theirs)
+            found.mix(mean, share=share, rest=rest)
+            _mix_small(twin, decoded, share=share, rest=rest)
+            same = mean[:whole].view(torch.int32) == twin[:whole].view(torch.int32)
+            assert bool(same.all()), (what, ours, theirs)
+            torch.testing.assert_close(mean, twin, rtol=2.0**-22, atol=1e-44)
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_decoding_past_the_caches_is_decoding(name: str, offset: int) -> None:
+    codec, values = codec_for(name, "float32"), torch.randn(131_072 + 1024 + 7)
+    payload = payload_of(codec, values)
+    found = coded(codec, payload, values.numel())
+    assert found is not None
+    room = torch.full((values.numel() + offset + 1,), 5.0)
+    found.decode(room[offset : offset + values.numel()], past=True)
+    twin = torch.empty_like(values)
+    codec.decode(payload, twin)
+    assert torch.equal(room[offset : offset + values.numel()], twin)
+    assert float(room[-1]) == 5.0
+    assert offset == 0 or float(room[offset - 1]) == 5.0
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+def test_an_accumulator_does_not_care_whether_contributions_were_decoded(name: str) -> None:
+    codec, numel = codec_for(name, "float32"), 4096
+    ours = PartAccumulator(numel, "float32", "mean")
+    twin = PartAccumulator(numel, "float32", "mean")
+    own = torch.randn(numel)
+    for weight in (3.0, 1.0, 2.0):
+        payload, decoded = payload_of(codec, torch.randn(numel)), torch.empty(numel)
+        codec.decode(payload, decoded)
+        found = coded(codec, payload, numel)
+        assert found is not None
+        ours.add_coded(found, weight)
+        twin.add(decoded, weight, small=True)
+    for one in (ours, twin):
+        one.add(own, 1.0, small=True)
+    assert (ours.count, ours.total_weight) == (twin.count, twin.total_weight) == (4, 7.0)
+    assert torch.equal(ours.take(), twin.take())
+    with pytest.raises(LocalProtocolError, match="4096 coded float32, expected 8"):
+        PartAccumulator(8, "float32", "mean").add_coded(found, 1.0)
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+def test_what_is_not_small_is_mixed_the_careful_way(name: str) -> None:
+    codec, numel = codec_for(name, "float32"), 64
+    accumulator = PartAccumulator(numel, "float32", "mean")
+    accumulator.add(torch.full((numel,), -LARGEST), 1.0)  # not known to be small
+    found = coded(codec, payload_of(codec, torch.full((numel,), 2.0**63)), numel)
+    assert found is not None
+    accumulator.add_coded(found, 1.0)
+    assert bool(torch.isfinite(accumulator.take()).all())
+
+
+def test_a_payload_that_lies_is_not_taken_as_it_is() -> None:
+    codec, numel = codec_for("float16", "float32"), 100
+    payload = payload_of(codec, torch.randn(numel))
+    payload[4 + 2 * 50 : 4 + 2 * 50 + 2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)  # infinity
+    found = coded(codec, payload, numel)
+    assert found is not None
+    assert not math.isfinite(found.squared)
+    payload[:4] = torch.tensor([0, 0, 0x80, 0x7F], dtype=torch.uint8)  # its scale
+    with pytest.raises(RemoteProtocolError, match="scale"):
+        coded(codec, payload, numel)
+    with pytest.raises(RemoteProtocolError, match="bytes"):
+        coded(codec, payload[:-1], numel)
+    assert coded(codec_for("float32", "float32"), torch.zeros(400, dtype=torch.uint8), 100) is None
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_a_sum_and_what_is_said_of_it(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, values, added in pairs(numel):
+        out, twin = torch.full((numel + 1,), 7.0), torch.empty(numel)
+        squared = kernels.sum_into(values, added, out[:numel])
+        with monkeypatch.context() as torch_only:
+            torch_only.setattr(kernels, "BUILT", False)
+            assert math.isnan(kernels.sum_into(values, added, twin))
+        same = out[:numel].view(torch.int32) == twin.view(torch.int32)
+        assert bool((same | (out[:numel].isnan() & twin.isnan())).all()), what
+        assert float(out[numel]) == 7.0
+        bad, known = examine(twin)
+        assert bad is None or not math.isfinite(squared), what
+        if math.isfinite(squared):
+            assert math.isclose(squared, known, rel_tol=1e-4), what

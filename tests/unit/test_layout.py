@@ -14,7 +14,14 @@ from torch import Tensor
 from moshpitd.errors import ConfigError, LocalProtocolError, TrainerError
 from moshpitd.tensors.dtypes import DTYPES
 from moshpitd.tensors.hashing import digest
-from moshpitd.tensors.layout import ALIGNMENT_BYTES, MAX_PARTS, Layout, TensorSpec, specs_of
+from moshpitd.tensors.layout import (
+    ALIGNMENT_BYTES,
+    MAX_PARTS,
+    PARTS_AT_LEAST,
+    Layout,
+    TensorSpec,
+    specs_of,
+)
 from moshpitd.tensors.transfer import Staging
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -265,7 +272,7 @@ def test_what_cannot_be_averaged_is_refused_by_name(word: str, make) -> None:
         ([TensorSpec("a", (-1,), "int8")], "none negative"),
         ([TensorSpec("a", (1,) * 65, "int8")], "at most 64 dimensions"),
         ([TensorSpec("a", (2**62, 2), "int8")], "at most"),
-        ([TensorSpec("a", ((MAX_PARTS + 1) << 20,), "int8")], "larger part_bytes"),
+        ([TensorSpec("a", ((MAX_PARTS + 1) << 22,), "int8")], "larger part_bytes"),
     ],
 )
 def test_specs_that_make_no_layout(specs: list[TensorSpec], words: str) -> None:
@@ -310,3 +317,14 @@ def test_digest_is_of_the_bytes() -> None:
     for bad in (data.float(), data[::2], data.view(10, 10)):
         with pytest.raises(LocalProtocolError):
             digest(bad)
+
+
+@pytest.mark.parametrize(
+    ("mib", "part_mib"), [(0, 1), (1, 1), (127, 1), (128, 2), (255, 2), (256, 4), (1 << 20, 4)]
+)
+def test_parts_grow_with_the_model_while_there_are_enough_to_share_out(
+    mib: int, part_mib: int
+) -> None:
+    layout = Layout.from_specs([TensorSpec("a", (mib << 18,), "float32")] if mib else [])
+    assert layout.part_bytes == part_mib << 20
+    assert part_mib == 1 or len(layout.parts) >= PARTS_AT_LEAST

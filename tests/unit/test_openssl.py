@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from moshpitd.errors import LinkBroken, RemoteProtocolError
 from moshpitd.net import openssl
+from moshpitd.net.channel import Channel
+from moshpitd.net.frames import SEGMENT_BYTES, FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.streams import PlainStream, TlsStream
 from moshpitd.net.tls import Credentials, Proven, proven_peer_id
@@ -326,3 +329,34 @@ def test_an_error_that_others_left_behind_is_not_this_links(tmp_path: Path) -> N
 def _quietly(strangers: Callable[[socket.socket], None], raw: socket.socket) -> None:
     with suppress(OSError):
         strangers(raw)
+
+
+@WAYS
+def test_a_payload_of_many_segments_goes_both_ways_with_words_between_them(
+    dials: bool, listens: bool, tmp_path: Path
+) -> None:
+    payload = PAYLOAD * (1 + 3 * SEGMENT_BYTES // len(PAYLOAD))
+    with (
+        linked(tmp_path, dials, listens) as (dialler, listener),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        ends = [
+            Channel(proven.stream, payload_bytes_max=2 * len(payload))
+            for proven in (dialler, listener)
+        ]
+        words = [iter([Header(FrameKind.PING, contributors=number)]) for number in (1, 2)]
+        heard: list[int] = []
+        tasks = [
+            pool.submit(
+                end.send, Header(FrameKind.RESULT), payload, aside=partial(next, word, None)
+            )
+            for end, word in zip(ends, words, strict=True)
+        ]
+        there = [
+            end.receive(aside=lambda header: heard.append(header.contributors)) for end in ends
+        ]
+        for task, received in zip(tasks, there, strict=True):
+            task.result(TIMEOUT_S)
+            assert received is not None
+            assert received[1] == payload
+        assert sorted(heard) == [1, 2]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moshpitd.core.balance import assign_reducers
 from moshpitd.tensors.codecs import codec_for
-from moshpitd.tensors.layout import DEFAULT_PART_BYTES, Layout, TensorSpec
+from moshpitd.tensors.layout import Layout, TensorSpec
 
 FLOAT32_BYTES = 4
 FRAME_HEADER_BYTES = 52
@@ -47,7 +47,7 @@ class Payload:
         return chunks * sum(sizes)
 
 
-def layout_of(numel: int, part_bytes: int = DEFAULT_PART_BYTES) -> Layout:
+def layout_of(numel: int, part_bytes: int | None = None) -> Layout:
     """The daemon's layout of one float32 tensor."""
     return Layout.from_specs([TensorSpec("values", (numel,), "float32")], part_bytes)
 

@@ -20,13 +20,13 @@ from moshpitd.errors import MoshpitError
 from moshpitd.tensors.codecs import CODECS
 from moshpitd.testing.bench.orders import Answer, Order, serve
 from moshpitd.testing.bench.values import (
-    PART_NUMEL,
     Truth,
     block,
     fill,
     fingerprint,
     flat_tensor,
     look_inside,
+    part_numel_of,
 )
 
 
@@ -111,7 +111,7 @@ class Trainer:
         """What the codec says that all parts of these tensors come to, in bytes; 0 for a codec that
         is chosen link by link."""
         codec = CODECS.get(order["codec"])
-        parts = self.flat.split(PART_NUMEL)
+        parts = self.flat.split(part_numel_of(self.flat))
         sizes = [codec.payload_bytes(part.numel(), "float32") for part in parts] if codec else []
         return {"bytes": sum(sizes)}
 

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from moshpitd.tensors.codecs import CODECS
-from moshpitd.tensors.layout import DEFAULT_PART_BYTES
+from moshpitd.tensors.layout import part_bytes_for
 from moshpitd.tensors.mapped import bytes_of
 
 Subset = tuple[int, ...]
 
 BLOCK = 1_048_573  # the largest prime below 2^20
-PART_NUMEL = DEFAULT_PART_BYTES // 4  # of the daemon's layout: float32
 PIECES = 8  # tensors of a model: one flat tensor would be kinder to us than models are
 ALL_SUBSETS = 6  # members of which all subsets are tried: 63
 GLANCE = 512
@@ -133,10 +132,17 @@ class Inside:
         return found
 
 
+def part_numel_of(flat: Tensor) -> int:
+    """Values of a part in the daemon's layout of so many float32."""
+    return part_bytes_for(flat.numel() * 4) // 4
+
+
 def look_inside(
-    flat: Tensor, truth: Truth, *, doubtful: Sequence[int] = (), part_numel: int = PART_NUMEL
+    flat: Tensor, truth: Truth, *, doubtful: Sequence[int] = (), part_numel: int = 0
 ) -> Inside:
-    """Compare every value of every part with the mean of whoever is in it."""
+    """Compare every value of every part with the mean of whoever is in it. `part_numel` 0: as a
+    daemon cuts it by itself."""
+    part_numel = part_numel or part_numel_of(flat)
     means: dict[Subset, Tensor] = {}
 
     def wrapped(inside: Subset) -> Tensor:
