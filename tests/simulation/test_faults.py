@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 
 from moshpitd.core.effects import Effect, Finish, Note, Open, Send
-from moshpitd.core.events import Drained, Event, Found, PartRefused, Received, Ticked, Undelivered
-from moshpitd.core.messages import Lineage, Record
-from moshpitd.core.outcome import Status
+from moshpitd.core.events import (
+    Drained,
+    Event,
+    Found,
+    LinkLost,
+    PartRefused,
+    Received,
+    Ticked,
+    Undelivered,
+)
+from moshpitd.core.group import group_id_of
+from moshpitd.core.messages import Begin, Lineage, Record
+from moshpitd.core.outcome import Reason, Status
 from moshpitd.sim import faults
 from moshpitd.sim.faults import Options, draw
 from moshpitd.sim.liars import Habits
@@ -364,6 +374,43 @@ def test_what_is_not_a_number_reaches_no_bucket() -> None:
     for node in world.nodes[1:]:
         assert np.isfinite(node.trainers[0].values).all()
         assert liar.peer_id not in node.trainers[0].outcomes[-1].contributors
+
+
+def test_a_member_that_a_liar_made_up_is_one_that_nobody_reaches() -> None:
+    """It has the address of a real one, which answers to another name; the rest end their round."""
+    world = settled(replace(CALM, peers=4, rate_sigma=0.0, faults_s=1e9))
+    lost: dict[str, LinkLost] = {}
+
+    def watch(node: Node, item: Event | Effect) -> None:
+        if isinstance(item, LinkLost) and item.peer == "ghost":
+            lost[node.peer_id] = item
+
+    world.watchers.append(watch)
+
+    class Forger:
+        def says(self, to: str, message: object) -> list[tuple[str, object]]:
+            if isinstance(message, Begin):
+                group = message.group
+                ghost = replace(group.members[0], peer_id="ghost")
+                forged = replace(group, members=(*group.members, ghost))
+                message = Begin(replace(forged, group_id=group_id_of(forged)))
+            return [(to, message)]
+
+        def pushes(self, values: np.ndarray) -> np.ndarray:
+            return values
+
+    leader = min(world.nodes, key=lambda node: node.peer_id)
+    leader.liar = Forger()  # type: ignore[assignment]
+    others = [node for node in world.nodes if node is not leader]
+    world.run_until(lambda: len(lost) == len(others), bound_s=90.0)
+    assert {item.reason for item in lost.values()} == {Reason.UNREACHABLE}
+    ended = [len(node.trainers[0].outcomes) for node in others]
+    world.run_until(
+        lambda: all(
+            len(node.trainers[0].outcomes) > n for node, n in zip(others, ended, strict=True)
+        ),
+        bound_s=90.0,
+    )
 
 
 # -- draws -----------------------------------------------------------------------------------------

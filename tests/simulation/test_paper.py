@@ -203,7 +203,7 @@ HEAD = "method,N,p_fail,seeds,iters_to_1e-9,iters_to_1e-4"
     ],
 )
 def test_a_table_that_cannot_be_compared_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match="theirs.csv") as caught:
+    with pytest.raises(ConfigError, match=r"theirs\.csv") as caught:
         read(text.splitlines(), name="theirs.csv")
     assert words in str(caught.value)
 

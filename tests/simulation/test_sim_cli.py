@@ -180,6 +180,28 @@ def test_soak_names_the_seeds_that_fail(tmp_path: Path, monkeypatch: pytest.Monk
     assert "is not as it should be" in json.loads(verdicts.read_text())["violations"][0]
 
 
+def test_a_fault_of_the_simulator_costs_the_other_worlds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What breaks a world without being a violation is told of with its seed and traceback."""
+    world, told = tmp_path / "w.toml", tmp_path / "told"
+    world.write_text(WORLD, encoding="utf-8")
+
+    def broken(checks: Checks, nodes: object) -> None:
+        raise KeyError("ghost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checks, "at_the_end", broken)
+        words = ("--seeds", 2, "--processes", 1, "--transcripts", told)
+        shown = call("soak", world, *words, code=1)
+    assert "0 of 2 worlds kept every check" in shown
+    for seed in (0, 1):
+        assert f"seed {seed} at" in shown
+        story = (told / f"seed-{seed}.txt").read_text(encoding="utf-8")
+        assert "the simulator raised KeyError('ghost')" in story
+        assert "Traceback" in story
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_scenario_that_ships_can_be_run(path: Path) -> None:
     options = world_of(read_scenario(path), 0, path)
