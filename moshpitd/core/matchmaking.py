@@ -4,8 +4,8 @@ Everybody who is ready asks the lowest PeerID that may be ready too; who finds n
 and invites the rest. A Join commits: a peer that has joined a leader is in no other group until it
 leaves, is declined, or hears nothing. Two leaders that find each other merge: the higher one gives
 way and brings its followers along. A leader closes the group when every peer it knows under the key
-has joined, declined or failed to answer, at `max_group`, or at the end of its window; peers that
-are alive but not ready (Later) are what the window is for.
+has joined, declined or failed to answer, at `max_group`, or at the end of its window. Peers that
+are alive but not ready (Later) are what the window is for, and who can be dialled where none can.
 
 One rule: every wait in here has an end, and the attempt itself ends by `deadline` in a group or
 with a sentence.
@@ -386,7 +386,7 @@ class Attempt:
             return
         if not self.looked_up and now < self._look_up_until():
             return
-        if self.candidates.may_come():
+        if self.candidates.may_come() or not self.candidates.can_reduce(self.me):
             return
         if not joined and self.lone_waits and not self.candidates.moved():
             return
