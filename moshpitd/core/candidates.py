@@ -111,10 +111,10 @@ class Candidates:
             for c in self.known.values()
         )
 
-    def can_reduce(self, me: Record) -> bool:
-        """Can we or one that joined be dialled? Without a reducer there is no round. (With nobody
-        here there is none anyway.)"""
-        records = [join.record for join in self.joins()]
+    def can_reduce(self, me: Record, needed: bool) -> bool:
+        """Can we or one that joined be dialled, if it is needed? Without a reducer there is no
+        round. (With nobody here there is none anyway.)"""
+        records = [join.record for join in self.joins()] if needed else []
         return not records or any(record.addresses for record in (me, *records))
 
     def still_to_come(self) -> bool:

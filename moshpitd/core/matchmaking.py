@@ -68,13 +68,13 @@ class Attempt:
     expected: int = 0  # members of a full line of the grid; 0 in a flat group, where all are known
     unsettled: int = 1  # live peers of no known cell in this round; 1 where nobody counts
     lone_waits: bool = False  # not all that may come are known: with nobody here, wait the window
+    reduces: bool = True  # the group will need a reducer
     norm: float = 0.0
     codec: str = "float32"
     looked_up: bool = False
     settle_until: float = 0.0
     candidates: Candidates = field(default_factory=Candidates)
-    waiting: dict[str, float] = field(default_factory=dict)
-    """Leaders that invited us -> until when they wait."""
+    waiting: dict[str, float] = field(default_factory=dict)  # leaders that invited us -> till when
     following: Following | None = None
     lost_leader: str = ""  # whom we followed, until it was lost
     relayed: bool = False  # a member told us of the group, because its leader is gone
@@ -386,7 +386,7 @@ class Attempt:
             return
         if not self.looked_up and now < self._look_up_until():
             return
-        if self.candidates.may_come() or not self.candidates.can_reduce(self.me):
+        if self.candidates.may_come() or not self.candidates.can_reduce(self.me, self.reduces):
             return
         if not joined and self.lone_waits and not self.candidates.moved():
             return

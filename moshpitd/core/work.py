@@ -248,7 +248,10 @@ class Conductor:
             return
         self.state.sweeping = work.rounds_done > 0
         self.state.sweeps = not all(call.rounds for call in work.calls)
-        attempt = self.meeting.attempt(work.weight, deadline_at=work.deadline_at, now=now)
+        reduces = bool(self.state.part_sizes) and not any(call.mix for call in work.calls)
+        attempt = self.meeting.attempt(
+            work.weight, reduces=reduces, deadline_at=work.deadline_at, now=now
+        )
         if not work.rounds_left:
             asked = [call.rounds for call in work.calls]
             work.rounds_left = max(asked) if all(asked) else len(self.state.place.shape.sides)
