@@ -325,6 +325,31 @@ def test_an_answer_that_is_remembered_is_the_one_that_looking_again_gives(stale:
     assert len(set(told)) > 50
 
 
+def test_a_line_in_which_nobody_can_be_dialled_keeps_nobody_from_sweeping() -> None:
+    """Four in ten are behind a NAT, and lines are of four: a third of the sweeps of those meet a
+    line without a reducer. They end with what the other lines gave, and are not left behind."""
+    options = replace(
+        CALM, seed=2, peers=30, rounds=0, undialable=0.4, compute_s=6.0, compute_sigma=0.2,
+        same_start=False, join_spread_s=2.0, goal=3, bound_s=150.0, faults_s=5.0,
+        params=replace(CALM.params, max_group=4),
+    )  # fmt: skip
+    world, kept = World(options), Counter[bool]()
+
+    def watch(node: Node, item: Event | Effect) -> None:
+        outcome = item.outcome if isinstance(item, Finish) else None
+        if outcome is not None and outcome.reason is Reason.NO_REDUCER:
+            assert not node.dialable
+            if outcome.loaded_snapshot:
+                return  # which the trainer has to take in any case
+            assert outcome.accepted is (outcome.status is Status.PARTIAL)
+            assert bool(outcome.contributors) is outcome.accepted
+            kept[outcome.accepted] += 1
+
+    world.watchers.append(watch)
+    world.run()
+    assert kept[True] > 5 * kept[False]
+
+
 # -- liars -----------------------------------------------------------------------------------------
 
 
