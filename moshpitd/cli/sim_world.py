@@ -9,6 +9,7 @@ import gc
 import os
 import subprocess
 import tomllib
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,13 +64,15 @@ def run_seed(job: tuple[dict[str, Any], int, Path | None]) -> Verdict:
     from moshpitd.sim.world import World
 
     table, seed, path = job
-    options = world_of(table, seed, path)
+    world = World(world_of(table, seed, path))
     gc.disable()  # a search reads millions of records, and there are next to no cycles
     try:
-        world = World(options)
         report = world.run()
     except Violation as found:
         return Verdict(seed, len(world.nodes), None, found.at, found.what, found.transcript)
+    except Exception as error:  # the simulator's own fault must not cost the other seeds
+        what = f"the simulator raised {error!r}"
+        return Verdict(seed, len(world.nodes), None, world.now, what, traceback.format_exc())
     finally:
         gc.enable()
     return Verdict(seed, report.peers, report)

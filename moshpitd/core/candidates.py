@@ -111,6 +111,12 @@ class Candidates:
             for c in self.known.values()
         )
 
+    def can_reduce(self, me: Record, needed: bool) -> bool:
+        """Can we or one that joined be dialled, if it is needed? Without a reducer there is no
+        round. (With nobody here there is none anyway.)"""
+        records = [join.record for join in self.joins()] if needed else []
+        return not records or any(record.addresses for record in (me, *records))
+
     def still_to_come(self) -> bool:
         """Is there anybody who is not ready yet, and seldom made others wait in vain?"""
         return any(c.answer is Answer.LATER and c.waited_for for c in self.known.values())

@@ -4,8 +4,8 @@ Everybody who is ready asks the lowest PeerID that may be ready too; who finds n
 and invites the rest. A Join commits: a peer that has joined a leader is in no other group until it
 leaves, is declined, or hears nothing. Two leaders that find each other merge: the higher one gives
 way and brings its followers along. A leader closes the group when every peer it knows under the key
-has joined, declined or failed to answer, at `max_group`, or at the end of its window; peers that
-are alive but not ready (Later) are what the window is for.
+has joined, declined or failed to answer, at `max_group`, or at the end of its window. Peers that
+are alive but not ready (Later) are what the window is for, and who can be dialled where none can.
 
 One rule: every wait in here has an end, and the attempt itself ends by `deadline` in a group or
 with a sentence.
@@ -68,13 +68,13 @@ class Attempt:
     expected: int = 0  # members of a full line of the grid; 0 in a flat group, where all are known
     unsettled: int = 1  # live peers of no known cell in this round; 1 where nobody counts
     lone_waits: bool = False  # not all that may come are known: with nobody here, wait the window
+    reduces: bool = True  # the group will need a reducer
     norm: float = 0.0
     codec: str = "float32"
     looked_up: bool = False
     settle_until: float = 0.0
     candidates: Candidates = field(default_factory=Candidates)
-    waiting: dict[str, float] = field(default_factory=dict)
-    """Leaders that invited us -> until when they wait."""
+    waiting: dict[str, float] = field(default_factory=dict)  # leaders that invited us -> till when
     following: Following | None = None
     lost_leader: str = ""  # whom we followed, until it was lost
     relayed: bool = False  # a member told us of the group, because its leader is gone
@@ -386,7 +386,7 @@ class Attempt:
             return
         if not self.looked_up and now < self._look_up_until():
             return
-        if self.candidates.may_come():
+        if self.candidates.may_come() or not self.candidates.can_reduce(self.me, self.reduces):
             return
         if not joined and self.lone_waits and not self.candidates.moved():
             return

@@ -144,7 +144,7 @@ class Meeting:
 
     # -- the attempt
 
-    def attempt(self, weight: float, *, deadline_at: float, now: float) -> Attempt:
+    def attempt(self, weight: float, *, reduces: bool, deadline_at: float, now: float) -> Attempt:
         """A new attempt under the key of the place where we stand now, started."""
         state = self.state
         self.arrange(now)
@@ -165,6 +165,7 @@ class Meeting:
             number=state.attempts,
             weight=weight,
             newcomer=state.newcomer,
+            reduces=reduces,
             norm=state.norm,
             nonce=state.rng.getrandbits(63),
             started=now,

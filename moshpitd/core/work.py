@@ -13,14 +13,14 @@ from moshpitd.core import events as ev
 from moshpitd.core.catchup import CatchUp, adopted
 from moshpitd.core.chain import Chain
 from moshpitd.core.effects import Finish, LoadSnapshot, RefreshSnapshot, Send
-from moshpitd.core.ending import badness, seen_by
+from moshpitd.core.ending import after_others, badness, goes_on, seen_by
 from moshpitd.core.exchanges import Exchange, exchange_of, is_question
 from moshpitd.core.lingering import Lingering
 from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.meeting import Meeting
 from moshpitd.core.messages import Group, Message, NotMember
 from moshpitd.core.neighbours import Neighbours, Verdicts
-from moshpitd.core.outcome import DISPUTED, Outcome, Reason, Status
+from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.state import State
 from moshpitd.core.swarm import same_lineage
 
@@ -64,6 +64,7 @@ class Work:
     told_again: dict[str, bool] = field(default_factory=dict)  # whose Begin was not delivered once
     skipped: bool = False  # this round was tried for a second time, where the others are
     accepted: int = 0  # rounds whose result is in the bucket
+    good: Outcome | None = None  # of the last of them
     version_before: int = 0
     cancelled: dict[str, bool] = field(default_factory=dict)
 
@@ -247,7 +248,10 @@ class Conductor:
             return
         self.state.sweeping = work.rounds_done > 0
         self.state.sweeps = not all(call.rounds for call in work.calls)
-        attempt = self.meeting.attempt(work.weight, deadline_at=work.deadline_at, now=now)
+        reduces = bool(self.state.part_sizes) and not any(call.mix for call in work.calls)
+        attempt = self.meeting.attempt(
+            work.weight, reduces=reduces, deadline_at=work.deadline_at, now=now
+        )
         if not work.rounds_left:
             asked = [call.rounds for call in work.calls]
             work.rounds_left = max(asked) if all(asked) else len(self.state.place.shape.sides)
@@ -389,7 +393,7 @@ class Conductor:
         for index in current.audits.strikes:
             self.state.strike(group.members[index].peer_id, Reason.AUDIT, now)
         if outcome.accepted:
-            work.accepted += 1
+            work.accepted, work.good = work.accepted + 1, outcome
             version = 1 + max(member.version for member in group.members)
             self.state.swarm.advanced([member.peer_id for member in group.members], version)
             self.state.presence.update(version=version)
@@ -408,12 +412,7 @@ class Conductor:
         work.skipped = False
         if work.worst is None or badness(outcome) >= badness(work.worst):
             work.worst = outcome
-        go_on = (
-            outcome.status is not Status.FAILED
-            and outcome.reason not in DISPUTED
-            and work.rounds_left > 0
-            and now < work.deadline_at
-        )
+        go_on = goes_on(outcome) and work.rounds_left > 0 and now < work.deadline_at
         if go_on and not self.state.draining and self.state.trainers:
             self.attempt(work, now)
             return
@@ -446,9 +445,8 @@ class Conductor:
         if work is None:
             return
         self.work = None
-        if outcome.status is Status.FAILED and work.accepted:
-            # An earlier round of the sweep is in the bucket, and that is an average.
-            outcome = replace(outcome, status=Status.PARTIAL, accepted=True)
+        if outcome.status is Status.FAILED and work.accepted and work.good is not None:
+            outcome = after_others(outcome, work.good)
         outcome = replace(
             outcome,
             rounds=work.rounds_done,

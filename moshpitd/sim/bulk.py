@@ -53,7 +53,7 @@ from moshpitd.sim.faults import Options, stream
 from moshpitd.sim.network import Links
 from moshpitd.sim.nodes import Node, Payload, Plane, Round, Vector
 from moshpitd.sim.snapshots import Snapshots
-from moshpitd.sim.wire import NOTICE_S, Outside, Wire
+from moshpitd.sim.wire import DIAL_TIMEOUT_S, NOTICE_S, Outside, Wire
 
 LISTEN_S = 0.3
 """How often a node looks whom it heard. A daemon looks oftener; most rounds are over before."""
@@ -102,7 +102,7 @@ class Bulk:
 
     def _open(self, node: Node, effect: Open) -> None:
         group = effect.group
-        others = [self._world.node(member.peer_id) for member in group.members]
+        others = [self._world.find(member.peer_id) for member in group.members]
         round_ = Round(
             group=group,
             index=effect.index,
@@ -112,19 +112,26 @@ class Bulk:
             buckets=_buckets(node, [name for name, _ in effect.trainers]),
             late=_buckets(node, effect.late),
             trainers=(*[name for name, _ in effect.trainers], *effect.late),
-            incarnations=[other.incarnation for other in others],
+            incarnations=[other.incarnation if other else -1 for other in others],
             succession=Succession(group, effect.reducers),
         )
         self._checks.opened(node, round_)
         node.plane.rounds[group.group_id] = round_
         reducers = set(effect.reducers)
         for index, other in enumerate(others):
-            if index != effect.index and (index in reducers or effect.index in reducers):
+            if index == effect.index or (index not in reducers and effect.index not in reducers):
+                continue
+            if other is not None:
                 self._link(node, other, group.group_id)
+            else:  # whom a liar made up: at its address nobody answers to that name
+                lost = (node, group.group_id, group.members[index].peer_id, Reason.UNREACHABLE)
+                self._world.later(DIAL_TIMEOUT_S, self._lose, *lost)
         self._wire.release(node, group.group_id)
         self._world.later(LISTEN_S, self._listen, node, node.incarnation, group.group_id, others)
 
-    def _listen(self, node: Node, incarnation: int, group_id: bytes, members: list[Node]) -> None:
+    def _listen(
+        self, node: Node, incarnation: int, group_id: bytes, members: list[Node | None]
+    ) -> None:
         """Whom this node hears: pinged links answer as long as the other daemon runs, and what is
         between the two carries the answer."""
         round_ = node.plane.rounds.get(group_id)
@@ -133,9 +140,10 @@ class Bulk:
         heard = tuple(
             other.peer_id
             for index, other in enumerate(members)
-            if index != round_.index
-            and index not in round_.lost
+            if other is not None
             and other.peer is not None
+            and index != round_.index
+            and index not in round_.lost
             and other.incarnation == round_.incarnations[index]
             and other.thaws_at is None
             and self._links.apart(node.index, other.index) is None
@@ -165,11 +173,17 @@ class Bulk:
     def _link_broken(self, node: Node, group_id: bytes, other: Node) -> None:
         self._lose(node, group_id, other.peer_id, Reason.LINK_LOST)
 
+    def _receiver(self, round_: Round | None, index: int) -> Node | None:
+        """Whom bytes for that member go to: nobody, when the round or the link is over."""
+        if round_ is None or index in round_.lost:
+            return None
+        return self._world.find(round_.group.members[index].peer_id)
+
     def _push(self, node: Node, effect: Push) -> None:
         round_ = node.plane.rounds.get(effect.group_id)
-        if round_ is None or effect.to in round_.lost:
+        other = self._receiver(round_, effect.to)
+        if round_ is None or other is None:
             return
-        other = self._world.node(round_.group.members[effect.to].peer_id)
         stamp = (effect.group_id, round_.incarnations[effect.to])
         for part in effect.parts:
             if effect.result:
@@ -189,9 +203,9 @@ class Bulk:
 
     def _hand_over(self, node: Node, effect: HandOver) -> None:
         round_ = node.plane.rounds.get(effect.group_id)
-        if round_ is None or effect.to in round_.lost:
+        other = self._receiver(round_, effect.to)
+        if round_ is None or other is None:
             return
-        other = self._world.node(round_.group.members[effect.to].peer_id)
         stamp = (effect.group_id, round_.incarnations[effect.to])
         for part in effect.parts:
             payload, call = _spoiled(node, round_.results[part]), self._result_arrived
@@ -206,9 +220,9 @@ class Bulk:
 
     def _push_audit(self, node: Node, effect: PushAudit) -> None:
         round_ = node.plane.rounds.get(effect.group_id)
-        if round_ is None or effect.to in round_.lost:
+        other = self._receiver(round_, effect.to)
+        if round_ is None or other is None:
             return
-        other = self._world.node(round_.group.members[effect.to].peer_id)
         stamp = (effect.group_id, round_.incarnations[effect.to])
         for part in effect.parts:
             values = round_.value[self._options.slice_of(part)].copy()

@@ -23,7 +23,7 @@ from moshpitd.core.events import (
     Event,
     TrainerGone,
 )
-from moshpitd.core.outcome import Status
+from moshpitd.core.outcome import Reason, Status
 from moshpitd.sim.bulk import Bulk
 from moshpitd.sim.checks import SLACK_S, Checks
 from moshpitd.sim.faults import Options, stream
@@ -291,7 +291,10 @@ class Life:
             self._world.checks.fail(f"is stuck: no group in {trainer.lone} calls ({calls})", node)
         # Whoever is the last one left can only be alone, and who computes for longer than a window
         # while a grid moves on may find its line empty each time: it is enough that its calls end.
-        excused = trainer.straggles or self._only(node)
+        # So may who cannot be dialled find nobody there who can: then that line had no reducer, and
+        # it is enough that the sweep keeps what the others gave.
+        reduced = outcome.reason is not Reason.NO_REDUCER
+        excused = trainer.straggles or self._only(node) or not (reduced or node.dialable)
         if outcome.status is Status.COMPLETE or (self.calm and excused and not failed):
             trainer.complete += 1
             if trainer.complete >= self._options.goal:

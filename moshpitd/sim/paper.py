@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,8 +83,9 @@ class Row:
     max_group: int
     distortion: list[float]  # arithmetic mean after 0, 1 .. rounds
     distortion_log: list[float]  # geometric mean
-    sampled_1e9: float | None = None  # of all-reduce, whose counts are expectations
-    extra: dict[str, float] = field(default_factory=dict)
+    # Of all-reduce, whose counts are known: their expectation, and the deviation of one run's.
+    expected: float | None = None
+    expected_sd: float | None = None
 
 
 METHODS = (
@@ -110,13 +111,18 @@ def run_case(case: Case, *, seeds: int = SEEDS) -> Row:
 
 
 def run_seed(case: Case, seed: int) -> Run:
-    """Initial values and absences depend on (seed, n) alone, so every method meets the same."""
+    """Initial values and absences depend on (seed, n) alone, so every method meets the same: that
+    of all-reduce is min(geometric((1 - p)^n), 50), drawn as the round in which nobody sits out."""
     rng = np.random.Generator(np.random.PCG64(stream(seed, "paper", case.n).getrandbits(64)))
-    values: Vector = rng.standard_normal(case.n)
+    return run_drawn(case, seed, rng.standard_normal(case.n), lambda: rng.random(case.n))
+
+
+def run_drawn(case: Case, seed: int, values: Vector, uniforms: Callable[[], Vector]) -> Run:
+    """One run from these values; in each round the peers that draw less than p sit out."""
     step, largest = _step(case, seed)
     run = Run(ROUNDS, ROUNDS, [float(values.var())])
     for turn in range(ROUNDS):
-        alive: Mask = rng.random(case.n) >= case.p_fail
+        alive: Mask = uniforms() >= case.p_fail
         values = step(values, alive, turn)
         run.distortion.append(float(values.var()))
         if run.distortion[-1] < COARSE and run.coarse == ROUNDS:
@@ -134,7 +140,8 @@ def tabulate(case: Case, runs: Sequence[Run]) -> Row:
     for trace, run in zip(traces, runs, strict=True):
         shown = run.distortion[: PLOTTED + 1]
         trace[: len(shown)] = np.maximum(shown, FLOOR)
-    row = Row(
+    known = allreduce_rounds(case.n, case.p_fail) if case.method == "allreduce" else None
+    return Row(
         method=case.method,
         n=case.n,
         p_fail=case.p_fail,
@@ -146,26 +153,19 @@ def tabulate(case: Case, runs: Sequence[Run]) -> Row:
         max_group=max(run.largest for run in runs),
         distortion=[float(mean) for mean in traces.mean(axis=0)],
         distortion_log=[float(mean) for mean in np.exp(np.log(traces).mean(axis=0))],
+        expected=known[0] if known else None,
+        expected_sd=known[1] if known else None,
     )
-    return row if case.method != "allreduce" else _exact(row)
 
 
-def _exact(row: Row) -> Row:
-    """All-reduce ends in the first round with everybody there: min(geometric(q), 50), whose mean is
-    known. The sampled one stands beside it."""
-    expected = allreduce_rounds(row.n, row.p_fail)
-    return Row(
-        method=row.method, n=row.n, p_fail=row.p_fail, seeds=row.seeds,
-        iterations_1e9=expected, iterations_1e4=expected, se_1e9=0.0, se_1e4=0.0,
-        max_group=row.max_group, distortion=row.distortion, distortion_log=row.distortion_log,
-        sampled_1e9=row.iterations_1e9, extra={"sampled_se_1e9": row.se_1e9},
-    )  # fmt: skip
-
-
-def allreduce_rounds(n: int, p_fail: float) -> float:
-    """E min(G, 50) for G geometric with success (1 - p)^n: the sum of P(G > k) for k < 50."""
-    success = (1.0 - p_fail) ** n
-    return math.fsum((1.0 - success) ** k for k in range(ROUNDS))
+def allreduce_rounds(n: int, p_fail: float) -> tuple[float, float]:
+    """Mean and standard deviation of min(G, 50) for G geometric with success (1 - p)^n: it ends in
+    the first round with everybody there. E X = sum of P(X > k), E X^2 = sum of (2k + 1) P(X > k).
+    """
+    missed = 1.0 - (1.0 - p_fail) ** n
+    mean = math.fsum(missed**k for k in range(ROUNDS))
+    square = math.fsum((2 * k + 1) * missed**k for k in range(ROUNDS))
+    return mean, math.sqrt(max(square - mean * mean, 0.0))
 
 
 def standard_error(counts: Sequence[float]) -> float:
@@ -173,8 +173,8 @@ def standard_error(counts: Sequence[float]) -> float:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    plain: dict[str, Any] = {name: getattr(row, name) for name in Row.__slots__ if name != "extra"}
-    return {name: value for name, value in plain.items() if value is not None} | row.extra
+    plain: dict[str, Any] = {name: getattr(row, name) for name in Row.__slots__}
+    return {name: value for name, value in plain.items() if value is not None}
 
 
 # -- one round of each method ----------------------------------------------------------------------

@@ -37,6 +37,8 @@ class Outside(Protocol):
 
     def node(self, peer_id: str) -> Node: ...
 
+    def find(self, peer_id: str) -> Node | None: ...
+
 
 class Wire:
     """Invariant: what was queued behind something that never left never leaves either."""

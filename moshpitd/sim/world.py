@@ -144,6 +144,10 @@ class World:
     def node(self, peer_id: str) -> Node:
         return self._by_id[peer_id]
 
+    def find(self, peer_id: str) -> Node | None:
+        """None: a liar made the name up."""
+        return self._by_id.get(peer_id)
+
     def tell(self, node: Node, event: Event, *, at_least: float = 0.0) -> None:
         """Hand `event` to the daemon on `node`, if one lives there, and carry out what it asks, in
         order."""

@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 
 from moshpitd.core.effects import Effect, Finish, Note, Open, Send
-from moshpitd.core.events import Drained, Event, Found, PartRefused, Received, Ticked, Undelivered
-from moshpitd.core.messages import Lineage, Record
-from moshpitd.core.outcome import Status
+from moshpitd.core.events import (
+    Drained,
+    Event,
+    Found,
+    LinkLost,
+    PartRefused,
+    Received,
+    Ticked,
+    Undelivered,
+)
+from moshpitd.core.group import group_id_of
+from moshpitd.core.messages import Begin, Lineage, Record
+from moshpitd.core.outcome import Reason, Status
 from moshpitd.sim import faults
 from moshpitd.sim.faults import Options, draw
 from moshpitd.sim.liars import Habits
@@ -315,6 +325,31 @@ def test_an_answer_that_is_remembered_is_the_one_that_looking_again_gives(stale:
     assert len(set(told)) > 50
 
 
+def test_a_line_in_which_nobody_can_be_dialled_keeps_nobody_from_sweeping() -> None:
+    """Four in ten are behind a NAT, and lines are of four: a third of the sweeps of those meet a
+    line without a reducer. They end with what the other lines gave, and are not left behind."""
+    options = replace(
+        CALM, seed=2, peers=30, rounds=0, undialable=0.4, compute_s=6.0, compute_sigma=0.2,
+        same_start=False, join_spread_s=2.0, goal=3, bound_s=150.0, faults_s=5.0,
+        params=replace(CALM.params, max_group=4),
+    )  # fmt: skip
+    world, kept = World(options), Counter[bool]()
+
+    def watch(node: Node, item: Event | Effect) -> None:
+        outcome = item.outcome if isinstance(item, Finish) else None
+        if outcome is not None and outcome.reason is Reason.NO_REDUCER:
+            assert not node.dialable
+            if outcome.loaded_snapshot:
+                return  # which the trainer has to take in any case
+            assert outcome.accepted is (outcome.status is Status.PARTIAL)
+            assert bool(outcome.contributors) is outcome.accepted
+            kept[outcome.accepted] += 1
+
+    world.watchers.append(watch)
+    world.run()
+    assert kept[True] > 5 * kept[False]
+
+
 # -- liars -----------------------------------------------------------------------------------------
 
 
@@ -364,6 +399,43 @@ def test_what_is_not_a_number_reaches_no_bucket() -> None:
     for node in world.nodes[1:]:
         assert np.isfinite(node.trainers[0].values).all()
         assert liar.peer_id not in node.trainers[0].outcomes[-1].contributors
+
+
+def test_a_member_that_a_liar_made_up_is_one_that_nobody_reaches() -> None:
+    """It has the address of a real one, which answers to another name; the rest end their round."""
+    world = settled(replace(CALM, peers=4, rate_sigma=0.0, faults_s=1e9))
+    lost: dict[str, LinkLost] = {}
+
+    def watch(node: Node, item: Event | Effect) -> None:
+        if isinstance(item, LinkLost) and item.peer == "ghost":
+            lost[node.peer_id] = item
+
+    world.watchers.append(watch)
+
+    class Forger:
+        def says(self, to: str, message: object) -> list[tuple[str, object]]:
+            if isinstance(message, Begin):
+                group = message.group
+                ghost = replace(group.members[0], peer_id="ghost")
+                forged = replace(group, members=(*group.members, ghost))
+                message = Begin(replace(forged, group_id=group_id_of(forged)))
+            return [(to, message)]
+
+        def pushes(self, values: np.ndarray) -> np.ndarray:
+            return values
+
+    leader = min(world.nodes, key=lambda node: node.peer_id)
+    leader.liar = Forger()  # type: ignore[assignment]
+    others = [node for node in world.nodes if node is not leader]
+    world.run_until(lambda: len(lost) == len(others), bound_s=90.0)
+    assert {item.reason for item in lost.values()} == {Reason.UNREACHABLE}
+    ended = [len(node.trainers[0].outcomes) for node in others]
+    world.run_until(
+        lambda: all(
+            len(node.trainers[0].outcomes) > n for node, n in zip(others, ended, strict=True)
+        ),
+        bound_s=90.0,
+    )
 
 
 # -- draws -----------------------------------------------------------------------------------------

@@ -44,6 +44,53 @@ def test_paper_writes_every_row_and_the_figure(tmp_path: Path) -> None:
     assert "Moshpit" in shown
 
 
+def test_paper_holds_its_rows_against_published_ones(tmp_path: Path) -> None:
+    """One seed more or less decides nothing here: all-reduce's deviation is known, and of gossip
+    and an undisturbed full grid every run is like any other."""
+    table, other, rows_at = (tmp_path / name for name in ("t.csv", "o.csv", "rows.json"))
+    head = "method,N,p_fail,seeds,iters_to_1e-9,iters_to_1e-4\n"
+    gossip = f"{head}gossip,512,0,20,50.0,50.0\nelse,512,0,20,1,1\n"
+    table.write_text(f"{gossip}allreduce,512,0.005,20,12.65,12.65\n", encoding="utf-8")
+    other.write_text(f"{head}gossip,512,0,20,1,1\nmoshpit_distinct,1024,0,20,2,2\n")
+    words = ("paper", "--seeds", 2, "--processes", 1, "--json", rows_at, "--against")
+    shown = call(*words, table, "--against", other)
+    assert "3 of 3 rows hold; 93 have no published row" in shown
+    found: dict[str, Any] = json.loads(rows_at.read_text(encoding="utf-8"))
+    assert found["against"] == [str(table), str(other)]
+    beside = {
+        (row["method"], row["n"], row["p_fail"]): row["against"]
+        for row in found["rows"]
+        if "against" in row
+    }
+    assert set(beside) == {
+        ("gossip", 512, 0.0), ("allreduce", 512, 0.005), ("moshpit_distinct", 1024, 0.0)
+    }  # fmt: skip
+    (drawn,) = (it for it in found["rows"] if (it["method"], it["n"], it["p_fail"]) == (
+        "allreduce", 512, 0.005))  # fmt: skip
+    assert drawn["against"]["reference_1e9"] == 12.65
+    assert drawn["iterations_1e9"] == round(2 * drawn["iterations_1e9"]) / 2  # of two runs
+    assert drawn["expected"] == pytest.approx(12.7797, abs=1e-4)
+    spread = drawn["expected_sd"] * (1 / 2 + 1 / 20) ** 0.5
+    assert drawn["against"]["combined_se_1e9"] == pytest.approx(spread)
+    table.write_text(gossip.replace("50.0,50.0", "50.0,49.0"), encoding="utf-8")
+    shown = call(*words, table, code=1)
+    assert "0 of 1 rows hold" in shown
+    assert "DOES NOT HOLD" in shown
+    (gossips,) = (
+        row["against"] for row in json.loads(rows_at.read_text())["rows"] if "against" in row
+    )
+    assert (gossips["holds"], gossips["holds_1e9"], gossips["holds_1e4"]) == (False, True, False)
+
+
+def test_what_cannot_be_compared_with_is_refused_before_the_work(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    assert "No such file" in call("paper", "--against", table, code=2)
+    table.write_text("method,N,p_fail,seeds,iters_to_1e-9,iters_to_1e-4\nsgp,512,0,20,9,9\n")
+    assert "no row of a method that is run" in call("paper", "--against", table, code=2)
+    table.write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in call("paper", "--against", table, code=2)
+
+
 def test_a_result_that_could_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     assert "no such directory" in call("paper", "--json", tmp_path / "no" / "rows.json", code=2)
     assert "--seeds" in call("paper", "--seeds", 1, code=2)
@@ -131,6 +178,28 @@ def test_soak_names_the_seeds_that_fail(tmp_path: Path, monkeypatch: pytest.Monk
     shown = call("run", world, "--json", verdicts, code=1)
     assert "is not as it should be" in shown
     assert "is not as it should be" in json.loads(verdicts.read_text())["violations"][0]
+
+
+def test_a_fault_of_the_simulator_costs_the_other_worlds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What breaks a world without being a violation is told of with its seed and traceback."""
+    world, told = tmp_path / "w.toml", tmp_path / "told"
+    world.write_text(WORLD, encoding="utf-8")
+
+    def broken(checks: Checks, nodes: object) -> None:
+        raise KeyError("ghost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checks, "at_the_end", broken)
+        words = ("--seeds", 2, "--processes", 1, "--transcripts", told)
+        shown = call("soak", world, *words, code=1)
+    assert "0 of 2 worlds kept every check" in shown
+    for seed in (0, 1):
+        assert f"seed {seed} at" in shown
+        story = (told / f"seed-{seed}.txt").read_text(encoding="utf-8")
+        assert "the simulator raised KeyError('ghost')" in story
+        assert "Traceback" in story
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

@@ -662,6 +662,26 @@ def test_alone_where_two_were_wanted_is_not_accepted() -> None:
     assert not outcome.accepted
 
 
+def test_where_none_can_be_dialled_the_leader_waits_for_one_that_can() -> None:
+    hands = Hands(0)
+    for name in ("p00", "p01"):
+        hands.add(name, dialable=False)
+    hands.attach_all()
+    tokens = hands.start()
+    began = hands.now
+    hands.run(until_s=began + 3.0)
+    assert not hands.said(Begin)
+    hands.add("p02")
+    hands.attach("p02")
+    tokens["p02"] = hands.contribute("p02", [2.0] * hands.parts)
+    hands.finish()
+    for name, token in tokens.items():
+        outcome = hands.outcomes[token]
+        assert (outcome.status, outcome.participants) == (Status.COMPLETE, 3)
+        assert hands.value(name) == 1.0
+    assert max(hands.ended_at.values()) <= began + Params().window_s
+
+
 # -- sweeps
 
 
@@ -685,6 +705,53 @@ def test_the_two_by_two_example_with_unequal_weights_gives_three_and_a_half() ->
         hands.contribute(name, [x], weight=weight, rounds=0)
     hands.finish()
     assert [hands.value(name) for name in hands.nodes] == pytest.approx([3.5] * 4)
+
+
+def two_by_two(*undialable: str) -> tuple[Hands, dict[str, Outcome]]:
+    """A sweep of four. Lines: p00 and p02, p01 and p03; then p00 and p01, p02 and p03."""
+    hands = Hands(0, params=Params(max_group=2, grid_sides=(2, 2)))
+    for name in ("p00", "p01", "p02", "p03"):
+        hands.add(name, dialable=name not in undialable)
+    hands.attach_all()
+    tokens = hands.start(rounds=0)
+    hands.finish()
+    return hands, {name: hands.outcomes[token] for name, token in tokens.items()}
+
+
+def test_a_line_without_a_reducer_does_not_cost_the_average_of_the_line_before() -> None:
+    hands, ended = two_by_two("p00", "p01")
+    for name in ("p02", "p03"):
+        assert (ended[name].status, ended[name].version) == (Status.COMPLETE, 2)
+    for name, other, mean in (("p00", "p02", 1.0), ("p01", "p03", 2.0)):
+        outcome = ended[name]
+        assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.NO_REDUCER)
+        assert "dialled" in outcome.detail
+        assert (outcome.accepted, outcome.version) == (True, 1)
+        assert (outcome.contributors, outcome.participants) == ((name, other), 2)
+        assert hands.value(name) == mean
+
+
+def test_nor_does_it_end_the_sweep() -> None:
+    """In their first line nobody can be dialled; the second has somebody."""
+    hands, ended = two_by_two("p00", "p02")
+    for name, other in (("p00", "p03"), ("p02", "p01")):
+        outcome = ended[name]
+        assert (outcome.status, outcome.reason) == (Status.PARTIAL, Reason.NO_REDUCER)
+        assert (outcome.accepted, outcome.rounds) == (True, 2)
+        assert set(outcome.contributors) == {name, other}
+        assert hands.value(name) == hands.value(other)
+
+
+def test_what_a_sweep_keeps_has_as_many_inside_as_the_caller_wants() -> None:
+    """Of a round that came to nothing, none are; of the one before, two."""
+    for wanted, accepted in ((2, True), (3, False)):
+        hands = Hands(0, params=Params(max_group=2, grid_sides=(2, 2)))
+        for name in ("p00", "p01", "p02", "p03"):
+            hands.add(name, dialable=name in ("p02", "p03"))
+        hands.attach_all()
+        tokens = hands.start(rounds=0, min_participants=wanted)
+        hands.finish()
+        assert hands.outcomes[tokens["p00"]].accepted is accepted
 
 
 def test_two_rounds_in_one_call_are_two_rounds() -> None:
