@@ -73,7 +73,8 @@ class Bits:
         self._partings, self._now, self._fail = partings, now, fail
         self._sides: dict[bytes, dict[str, Side]] = {}
         self._in: dict[str, dict[bytes, Side]] = {}  # peer -> rounds that are not over for it
-        self._told: dict[bytes, set[tuple[str, str]]] = {}  # group -> (who told, whom)
+        # group -> (who told, whom) -> when first
+        self._told: dict[bytes, dict[tuple[str, str], float]] = {}
         self._claims: dict[bytes, dict[str, _Claim]] = {}
         self._open: dict[tuple[bytes, int, str, str], Difference] = {}
 
@@ -143,8 +144,8 @@ class Bits:
         mine = sides[node.peer_id]
         if mine.round_ is not None:
             mine.held = dict(mine.round_.results)
-        told = self._told.setdefault(group_id, set())
-        told.add((node.peer_id, other))
+        told = self._told.setdefault(group_id, {})
+        told.setdefault((node.peer_id, other), self._now())
         if (other, node.peer_id) not in told:
             return []
         yours = sides[other]
@@ -158,7 +159,7 @@ class Bits:
             if not excused and not _left_out(mine, yours, part):
                 self._fail(f"holds other bits of part {part} than {other}", node)
             key = (group_id, part, one, two)
-            if key not in self._open:
+            if key not in self._open and yours.died_at == math.inf:
                 nodes = sides[one].node, sides[two].node
                 self._open[key] = Difference(group_id, part, *nodes, self._now())
                 new.append(self._open[key])
@@ -170,18 +171,25 @@ class Bits:
         return a.crc != b.crc or a.values.tobytes() != b.values.tobytes()
 
     def _somebody_parted(self, group_id: bytes) -> bool:
-        """Did any two of its members not reach each other while both lived?"""
+        """Did any two of its members not reach each other, since it began, while both lived?"""
         sides = self._sides[group_id].values()
-        return any(self._parted(group_id, one, other) for one, other in combinations(sides, 2))
+        since = min(side.opened_at for side in sides)
+        return any(self._parted(group_id, *pair, since) for pair in combinations(sides, 2))
 
-    def _parted(self, group_id: bytes, one: Side, other: Side) -> bool:
+    def _parted(self, group_id: bytes, one: Side, other: Side, since: float) -> bool:
         """Did these two not reach each other while both lived? In a group with a liar anybody may
         have been told so of anybody."""
-        since = min(side.opened_at for side in self._sides[group_id].values())
         until = min(one.died_at, other.died_at, self._now())
         ends = one.node.index, other.node.index
         lies = any(side.node.lied for side in self._sides[group_id].values())
         return lies or self._partings.between(group_id, *ends, since, until)
+
+    def _lost_each_other(self, it: Difference, one: Side, other: Side) -> bool:
+        """Were they parted after one of them had said Parity, so that the other could not compare
+        any more? Or is one in none of the other's average?"""
+        told, names = self._told[it.group_id], (it.one.peer_id, it.other.peer_id)
+        since = min(told[names], told[names[::-1]])
+        return _left_out(one, other, it.part) or self._parted(it.group_id, one, other, since)
 
     # -- what must be true at the end --------------------------------------------------------------
 
@@ -207,8 +215,8 @@ class Bits:
             return
         if it.other.peer_id in one.agreed or it.one.peer_id in other.agreed:
             why = "the round is over, and one says that they agree"
-        elif not (_left_out(one, other, it.part) or self._parted(it.group_id, one, other)):
-            why = "the round is over, neither repaired nor gave it up, and they were never parted"
+        elif not self._lost_each_other(it, one, other):
+            why = "the round is over, neither repaired nor gave it up, and they had stayed in touch"
         else:
             return
         self._fail(f"end with other bits: {it}; {why}", it.one, it.other)

@@ -31,7 +31,7 @@ class Partings:
     def __init__(self, links: Links, now: Callable[[], float]) -> None:
         self._links, self._now = links, now
         self._spells: list[_Spell] = []
-        self._broken: dict[bytes, set[tuple[int, int]]] = {}
+        self._broken: dict[tuple[bytes, int, int], float] = {}
         self._unreached: dict[tuple[int, int], float] = {}  # when it last heard so
         self._whole_since = math.inf
 
@@ -45,7 +45,7 @@ class Partings:
 
     def broke(self, group_id: bytes, one: int, other: int) -> None:
         """The link that these two had, or wanted, in that group, while both lived."""
-        self._broken.setdefault(group_id, set()).add((one, other))
+        self._broken[group_id, one, other] = self._now()
 
     def unreached(self, one: int, other: int) -> None:
         """`one` hears now that what it sent to `other`, which lives, could not be delivered."""
@@ -59,11 +59,11 @@ class Partings:
 
     def between(self, group_id: bytes, one: int, other: int, since: float, until: float) -> bool:
         """Was there an instant from `since` to `until` at which these two were parted?"""
-        broken = self._broken.get(group_id, ())
-        if (one, other) in broken or (other, one) in broken:
-            return True
-        if max(self._unreached.get(pair, -1.0) for pair in ((one, other), (other, one))) >= since:
-            return True
+        for a, b in ((one, other), (other, one)):
+            if since <= self._broken.get((group_id, a, b), -1.0) <= until:
+                return True
+            if self._unreached.get((a, b), -1.0) >= since:
+                return True
         if since < self._whole_since and self._links.blocked(one, other):
             return True
         return any(
