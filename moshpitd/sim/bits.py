@@ -50,6 +50,7 @@ class Difference:
     one: Node
     other: Node
     since: float
+    too_late: bool = False  # they had told each other the same, and for one the round was over
 
     def __str__(self) -> str:
         pair = f"{self.one.peer_id} and {self.other.peer_id}"
@@ -75,6 +76,7 @@ class Bits:
         self._in: dict[str, dict[bytes, Side]] = {}  # peer -> rounds that are not over for it
         # group -> (who told, whom) -> when first
         self._told: dict[bytes, dict[tuple[str, str], float]] = {}
+        self._compared: dict[bytes, set[tuple[str, str]]] = {}  # pairs that told each other
         self._claims: dict[bytes, dict[str, _Claim]] = {}
         self._open: dict[tuple[bytes, int, str, str], Difference] = {}
 
@@ -149,19 +151,22 @@ class Bits:
         if (other, node.peer_id) not in told:
             return []
         yours = sides[other]
+        one, two = sorted((node.peer_id, other))
+        compared = self._compared.setdefault(group_id, set())
+        again = (one, two) in compared
+        compared.add((one, two))
         found = [p for p in mine.held.keys() & yours.held.keys() if self._differ(mine, yours, p)]
         if not found:
             return []
         new = []
         excused = self._somebody_parted(group_id)
-        one, two = sorted((node.peer_id, other))
         for part in sorted(found):
             if not excused and not _left_out(mine, yours, part):
                 self._fail(f"holds other bits of part {part} than {other}", node)
             key = (group_id, part, one, two)
             if key not in self._open and yours.died_at == math.inf:
-                nodes = sides[one].node, sides[two].node
-                self._open[key] = Difference(group_id, part, *nodes, self._now())
+                nodes, late = (sides[one].node, sides[two].node), again and yours.round_ is None
+                self._open[key] = Difference(group_id, part, *nodes, self._now(), late)
                 new.append(self._open[key])
         return new
 
@@ -207,19 +212,19 @@ class Bits:
                 self._judge(it, one, other)
 
     def _judge(self, it: Difference, one: Side, other: Side) -> None:
-        """Repaired; or given up by one of them; or not claimed: neither says that it agrees with
-        the other, and the two had really lost each other."""
+        """Repaired, or given up by one of them, or they had really lost each other. That neither
+        may say then that they agree is judged by what they claim."""
         if one.discarded or other.discarded or not self._differ(one, other, it.part):
             return
         if any(it.part in side.disputed and it.part in side.without for side in (one, other)):
             return
-        if it.other.peer_id in one.agreed or it.one.peer_id in other.agreed:
-            why = "the round is over, and one says that they agree"
-        elif not self._lost_each_other(it, one, other):
-            why = "the round is over, neither repaired nor gave it up, and they had stayed in touch"
-        else:
+        if it.too_late or self._lost_each_other(it, one, other):
             return
-        self._fail(f"end with other bits: {it}; {why}", it.one, it.other)
+        self._fail(
+            f"end with other bits: {it}; the round is over, neither repaired nor gave it up, and"
+            " they had stayed in touch",
+            it.one, it.other,
+        )  # fmt: skip
 
     def at_the_end(self) -> None:
         """Nothing is left open."""
