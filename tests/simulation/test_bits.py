@@ -36,7 +36,7 @@ from moshpitd.sim.world import World
 GROUP = b"the only group"
 THREE = Options(
     seed=4, peers=3, parts=3, join_spread_s=0.0, compute_sigma=0.0, compute_jitter=0.0,
-    goal=0, faults_s=6.0, bound_s=400.0,
+    goal=0, faults_s=8.0, bound_s=400.0,
 )  # fmt: skip
 PAUSE_S = 1.0
 """Between the last result and Parity, so that everything is there when links break; and after the
