@@ -89,6 +89,9 @@ class Bits:
         self._sides.setdefault(round_.group.group_id, {})[node.peer_id] = side
         self._in.setdefault(node.peer_id, {})[round_.group.group_id] = side
 
+    def lasts(self, node: Node, group_id: bytes) -> bool:
+        return group_id in self._in.get(node.peer_id, {})
+
     def disputed(self, node: Node, group_hex: object, part: object) -> None:
         """As its note says, and perhaps not what it reports."""
         for group_id, side in self._in.get(node.peer_id, {}).items():

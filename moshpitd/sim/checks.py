@@ -186,6 +186,7 @@ class Checks:
                 self._settled(node, node.plane.rounds[group_id])
                 self._compared(node, other, group_id)
             case Close():
+                self._in_place(node, effect.group_id)
                 self.bits.closes(node, effect.group_id, kept=effect.kept, without=effect.without)
             case Send(message=message):
                 if (broken := _over_bound(message)) is not None:
@@ -198,11 +199,10 @@ class Checks:
     def _finished(self, node: Node, effect: Finish) -> None:
         outcome = effect.outcome
         if outcome.reason is not Reason.BUSY:
-            self.bits.finished(node, effect.trainer, outcome)
-            for round_ in node.plane.rounds.values():
-                if round_.settled:
-                    self._in_place(node, round_, [effect.trainer])
+            for group_id, round_ in node.plane.rounds.items():
+                self._in_place(node, group_id, effect.trainer)
                 round_.returned.add(effect.trainer)
+            self.bits.finished(node, effect.trainer, outcome)
         if effect.token in self._abandoned:
             return
         since = self._calls.pop(effect.token, None)
@@ -368,10 +368,7 @@ class Checks:
 
     def closed(self, node: Node, round_: Round) -> None:
         self._deadlines.met(node, round_.group.group_id)
-        if not round_.settled:
-            self._settled(node, round_)
-        else:
-            self._in_place(node, round_, round_.buckets)
+        self._settled(node, round_)
 
     def _settled(self, node: Node, round_: Round) -> None:
         """It says Parity, or closes: its bucket holds the results, and they do not change.
@@ -386,15 +383,22 @@ class Checks:
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
         self._spread(node, round_)
-        self._in_place(node, round_, round_.buckets)
+        self._holds(node, round_, list(round_.buckets))
 
-    def _in_place(self, node: Node, round_: Round, names: Iterable[str]) -> None:
-        """The buckets that are still lent hold the results, also after a repair."""
-        lent = {name: round_.buckets[name] for name in names if name in round_.buckets}
+    def _in_place(self, node: Node, group_id: bytes, trainer: str = "") -> None:
+        """The round ends for that trainer, or for all: also after a repair its bucket holds the
+        results, unless another round has it by now."""
+        round_ = node.plane.rounds.get(group_id)
+        if round_ is not None and round_.settled and self.bits.lasts(node, group_id):
+            names = [trainer] if trainer else list(round_.buckets)
+            self._holds(node, round_, [name for name in names if name not in round_.returned])
+
+    def _holds(self, node: Node, round_: Round, names: list[str]) -> None:
         for part, payload in round_.results.items():
             where, values = self._options.slice_of(part), payload.values.tobytes()
-            for name, bucket in lent.items():
-                if name not in round_.returned and bucket[where].tobytes() != values:
+            for name in names:
+                bucket = round_.buckets.get(name)
+                if bucket is not None and bucket[where].tobytes() != values:
                     self.fail(
                         f"has other values in the bucket of {name} than the result of part {part}",
                         node,
