@@ -36,7 +36,6 @@ class Side:
     held: dict[int, Payload] = field(default_factory=dict)  # when it last said Parity, or the end
     died_at: float = math.inf  # while it was in the round
     discarded: bool = False
-    agreed: tuple[str, ...] = ()  # as its outcome says
     without: frozenset[int] = frozenset()  # parts that it reports without a result
     disputed: dict[int, bool] = field(default_factory=dict)  # because members differ there
 
@@ -116,7 +115,6 @@ class Bits:
         ]
         side = self._side(node, outcome.group_id)
         if side is not None:
-            side.agreed = outcome.agreed
             side.without |= frozenset(outcome.parts_without_result)
         self._over(node, mine)
 

@@ -35,7 +35,7 @@ from moshpitd.sim.meetings import OF_ATTEMPTS, Meetings
 from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import Node, Payload, Round, Vector
 from moshpitd.sim.partings import Partings
-from moshpitd.sim.sizes import overgrown
+from moshpitd.sim.sizes import over_bound, overgrown
 
 SLACK_S = 1e-3
 """A deadline is met if Finish comes within this of it: timers are floats on clocks with an
@@ -189,7 +189,7 @@ class Checks:
                 self._in_place(node, effect.group_id)
                 self.bits.closes(node, effect.group_id, kept=effect.kept, without=effect.without)
             case Send(message=message):
-                if (broken := _over_bound(message)) is not None:
+                if (broken := over_bound(message)) is not None:
                     self.fail(f"sends {broken}", node)
                 if isinstance(message, Hello):
                     self._told[node.index] = message.record
@@ -428,37 +428,6 @@ def _with_others(round_: Round) -> bool:
     """Is anything but our own contribution in the results?"""
     own = (round_.index,)
     return any(payload.contributors != own for payload in round_.results.values())
-
-
-def _over_bound(message: object) -> str | None:
-    """The first tuple of a message, at any depth, that is longer than its field allows."""
-    for name, limit, nested in _bounds(type(message)):
-        value = getattr(message, name)
-        if limit is not None and len(value) > limit:
-            return f"{type(message).__name__}.{name} with {len(value)} entries, allowed are {limit}"
-        if nested:
-            for inner in value if isinstance(value, tuple) else (value,):
-                if is_dataclass(inner) and (broken := _over_bound(inner)) is not None:
-                    return broken
-    return None
-
-
-_BOUNDS: dict[type, list[tuple[str, int | None, bool]]] = {}
-
-
-def _bounds(kind: type) -> list[tuple[str, int | None, bool]]:
-    """(field, limit, may hold messages) of those fields that have a bound or may hold something
-    that does."""
-    known = _BOUNDS.get(kind)
-    if known is None:
-        known = []
-        for one in fields(kind) if is_dataclass(kind) else ():
-            limit = one.metadata.get("max")
-            nested = any(word in str(one.type) for word in ("Record", "Group", "Member", "Shape"))
-            if limit is not None or nested:
-                known.append((one.name, limit, nested))
-        _BOUNDS[kind] = known
-    return known
 
 
 # -- transcripts -----------------------------------------------------------------------------------
