@@ -1,5 +1,5 @@
-"""How much a Peer remembers, and says at once. One rule: it counts entries and believes none of them, so that a bound
-is judged without the Peer's own account of itself."""
+"""How much a Peer remembers, and says at once. One rule: it counts entries and believes none of
+them, so that a bound is judged without the Peer's own account of itself."""
 
 from __future__ import annotations
 
