@@ -161,7 +161,7 @@ def trio(
 ) -> World:
     """The world of three in which these happen to member 0: while parts travel, before and as it
     says Parity, when it hears the first, and just before its round ends."""
-    kind = type("Changed", (Trio,), {"agrees": {}, **changes})
+    kind: type[Trio] = type("Changed", (Trio,), {"agrees": {}, **changes})
     world = World(options, kind)
     kind.members = tuple(node.peer_id for node in world.nodes)
     done: list[str] = []
