@@ -386,9 +386,9 @@ class Round:
         """
         st = self.st
         st.tell(Without(self.group.group_id, Reason.TIMEOUT))
-        for index, lane in enumerate(st.lanes):
-            if index != self.index and lane.owes_parts:
-                self._mute(index, Reason.TIMEOUT)
+        # Once more: what we took over since would be averaged, and given up before it is.
+        for index in st.owing(forget=self.expired):
+            self._mute(index, Reason.TIMEOUT)
         for part in range(st.parts()):
             if st.is_open(part) and st.now_reduces[part] != self.index:
                 st.give_up(part, Reason.TIMEOUT)

@@ -147,6 +147,13 @@ class Standing:
         for i in bits_of(self.awaiting.pop(part, 0)):
             self.lanes[i].owes_parts -= 1
 
+    def owing(self, *, forget: bool) -> list[int]:
+        """Whose contributions we wait for. `forget`: and collect for no part any more."""
+        found = [i for i, lane in enumerate(self.lanes) if lane.owes_parts and i != self.index]
+        for part in list(self.awaiting) if forget else ():
+            self.forget(part)
+        return found
+
     def _close(self, part: int) -> None:
         del self.awaiting[part]
         self.closing[part] = self.epoch(part)

@@ -168,6 +168,13 @@ class Bulk:
         for index, member in enumerate(round_.group.members):
             if member.peer_id == peer_id and index not in round_.lost:
                 round_.lost.add(index)
+                other = self._world.find(peer_id)
+                if (
+                    other is not None
+                    and other.peer is not None
+                    and other.incarnation == round_.incarnations[index]
+                ):
+                    self._checks.partings.broke(group_id, node.index, other.index)
                 self._world.post(0.0, node, LinkLost(peer_id, reason))
 
     def _link_broken(self, node: Node, group_id: bytes, other: Node) -> None:

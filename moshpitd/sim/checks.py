@@ -10,21 +10,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
-from moshpitd.core.effects import NOTES, Effect, Finish, LoadSnapshot, Note, RefreshSnapshot, Send
+from moshpitd.core.effects import (
+    NOTES,
+    Close,
+    Effect,
+    Finish,
+    LoadSnapshot,
+    Note,
+    RefreshSnapshot,
+    Send,
+)
 from moshpitd.core.messages import Group, Hello, Parity, Record
 from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.errors import MoshpitError
+from moshpitd.sim.bits import Bits
 from moshpitd.sim.deadlines import Deadlines, Due
 from moshpitd.sim.faults import Options
 from moshpitd.sim.meetings import OF_ATTEMPTS, Meetings
 from moshpitd.sim.network import Directory, Links
 from moshpitd.sim.nodes import Node, Payload, Round, Vector
-from moshpitd.sim.sizes import overgrown
+from moshpitd.sim.partings import Partings
+from moshpitd.sim.sizes import over_bound, overgrown
 
 SLACK_S = 1e-3
 """A deadline is met if Finish comes within this of it: timers are floats on clocks with an
@@ -49,14 +60,6 @@ class Violation(MoshpitError):
         super().__init__(f"seed {options.seed} at {at:.6f} s: {what}\n{options}\n{transcript}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """Whom a member said to agree with at the end, and the bits of each of its results."""
-
-    members: tuple[str, ...]
-    crcs: dict[int, int]
-
-
 class Checks:
     """Invariant: it holds no reference that a Peer could change."""
 
@@ -67,16 +70,15 @@ class Checks:
         self.meetings = Meetings(options, links, directory, now)
         self._calls: dict[str, float] = {}  # open ones, and when they began
         self._deadlines = Deadlines()
+        self.partings = Partings(links, now)
+        self.bits = Bits(self.partings, now, self.fail)
         self._abandoned: dict[str, None] = {}
-        self._agreed: dict[bytes, dict[str, _Agreed]] = {}
         # peer -> its open call, the group that its last round of that call was, and what a member
         # of it weighs in the next.
         self._shares: dict[str, tuple[str, bytes, float]] = {}
         self._groups: dict[bytes, Group] = {}
         self._reducers: dict[bytes, tuple[int, ...]] = {}
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
-        self._results: dict[bytes, dict[str, dict[int, Payload]]] = {}  # by group and peer
-        self._parities: dict[bytes, set[tuple[str, str]]] = {}  # group -> (who told, whom)
         # peer -> its last rounds, and when it said Parity in each.
         self._recent: dict[str, dict[bytes, tuple[float, Round]]] = {}
         self._loaded: dict[str, tuple[float, int]] = {}  # peer -> when it loaded which version
@@ -93,6 +95,7 @@ class Checks:
         self._loaded.pop(node.peer_id, None)
         self._deadlines.drop(node)
         self.meetings.died(node)
+        self.bits.died(node)
 
     # -- calls end by their deadline ---------------------------------------------------------------
 
@@ -106,6 +109,14 @@ class Checks:
         self._calls[token] = self._now()
         return self._expect(node, token, own_s, f"did not finish {token}")
 
+    @property
+    def longest_round_s(self) -> float:
+        """A call, and after it the results stay for slower members."""
+        params = self._options.params
+        return (
+            self._options.call_timeout_s + 2.0 * params.parity_timeout_s + params.result_timeout_s
+        )
+
     def _expect(self, node: Node, key: str | bytes, own_s: float, what: str) -> float:
         """`own_s` on its own clock from now, and as long as it may yet stand still."""
         frozen_s = 0.0 if node.thaws_at is None else node.thaws_at - self._now()
@@ -117,6 +128,7 @@ class Checks:
         """What it has open may take so much longer, and nobody else's."""
         self._deadlines.frozen(node, seconds)
         self.meetings.frozen(node)
+        self.partings.frozen(node.index, seconds)
 
     def abandoned(self, node: Node, token: str) -> None:
         """Nobody waits for this call any more (the daemon died, the trainer died or gave up)."""
@@ -125,13 +137,16 @@ class Checks:
             self._abandoned[token] = None
 
     def after_event(self) -> None:
+        if self.bits.undecided:
+            self.bits.judge()
         due = self._deadlines.late(self._now())
         if due is not None:
             self.fail(f"{due.what} by its deadline {due.at:.3f}", due.node)
 
     def at_the_end(self, nodes: Iterable[Node]) -> None:
         """What is too dear to look at after every event: nothing that a Peer keeps has outgrown
-        the bounds of Params."""
+        the bounds of Params, and every difference was judged."""
+        self.bits.at_the_end()
         for node in nodes:
             found = overgrown(node.peer, self._options) if node.peer is not None else None
             if found is not None:
@@ -149,6 +164,7 @@ class Checks:
             if what == "part_without_result" and effect.reason == Reason.PARITY:
                 told = effect.fields
                 self._disputed.add((node.peer_id, told["group"], told["part"]))
+                self.bits.disputed(node, told["group"], told["part"])
             return
         self.meetings.said(node, effect, to)
         if (
@@ -169,8 +185,11 @@ class Checks:
             case Send(to=other, message=Parity(group_id=group_id)) if group_id in node.plane.rounds:
                 self._settled(node, node.plane.rounds[group_id])
                 self._compared(node, other, group_id)
+            case Close():
+                self._in_place(node, effect.group_id)
+                self.bits.closes(node, effect.group_id, kept=effect.kept, without=effect.without)
             case Send(message=message):
-                if (broken := _over_bound(message)) is not None:
+                if (broken := over_bound(message)) is not None:
                     self.fail(f"sends {broken}", node)
                 if isinstance(message, Hello):
                     self._told[node.index] = message.record
@@ -180,8 +199,10 @@ class Checks:
     def _finished(self, node: Node, effect: Finish) -> None:
         outcome = effect.outcome
         if outcome.reason is not Reason.BUSY:
-            for round_ in node.plane.rounds.values():
+            for group_id, round_ in node.plane.rounds.items():
+                self._in_place(node, group_id, effect.trainer)
                 round_.returned.add(effect.trainer)
+            self.bits.finished(node, effect.trainer, outcome)
         if effect.token in self._abandoned:
             return
         since = self._calls.pop(effect.token, None)
@@ -268,21 +289,7 @@ class Checks:
         total = math.fsum(weights[peer_id] for peer_id in counted)
         if not math.isclose(outcome.total_weight, total, rel_tol=RTOL):
             self.fail(f"reports weight {outcome.total_weight}, that of {counted} is {total}", node)
-        self._compare(node, outcome, round_)
-
-    def _compare(self, node: Node, outcome: Outcome, round_: Round) -> None:
-        """Two members in each other's `agreed` hold the same bits."""
-        without = outcome.parts_without_result
-        crcs = {part: it.crc for part, it in sorted(round_.results.items()) if part not in without}
-        said = self._agreed.setdefault(outcome.group_id, {})
-        for peer_id in outcome.agreed:
-            other = said.get(peer_id)
-            if other is not None and node.peer_id in other.members and other.crcs != crcs:
-                differ = [p for p in crcs.keys() | other.crcs if crcs.get(p) != other.crcs.get(p)]
-                self.fail(
-                    f"and {peer_id} say that they agree, and differ in {sorted(differ)}", node
-                )
-        said[node.peer_id] = _Agreed(outcome.agreed, crcs)
+        self.bits.claims(node, outcome, round_)
 
     # -- rounds ------------------------------------------------------------------------------------
 
@@ -312,13 +319,13 @@ class Checks:
         if not 0.0 <= heaviest <= self._options.params.max_weight:
             self.fail(f"opens a group with a weight of {heaviest}", node)
         self._conserved(node, round_)
-        own_s = self._options.call_timeout_s + 2.0 * self._options.params.parity_timeout_s
-        own_s += self._options.params.result_timeout_s  # its results stay for slower members
+        own_s = self.longest_round_s
         self._expect(node, group.group_id, own_s, f"has not closed {group.group_id.hex()[:8]}")
         share = self._contributions.setdefault(group.group_id, {})
         if round_.index in share:
             self.fail(f"opens group {group.group_id.hex()[:8]} a second time", node)
         share[round_.index] = (round_.weight, round_.value.copy())
+        self.bits.opened(node, round_)
 
     def _conserved(self, node: Node, round_: Round) -> None:
         """Within a sweep the weight of a group whose contributions all arrived is spread evenly
@@ -376,31 +383,33 @@ class Checks:
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
         self._spread(node, round_)
+        self._holds(node, round_, list(round_.buckets))
+
+    def _in_place(self, node: Node, group_id: bytes, trainer: str = "") -> None:
+        """The round ends for that trainer, or for all: also after a repair its bucket holds the
+        results, unless another round has it by now."""
+        round_ = node.plane.rounds.get(group_id)
+        if round_ is not None and round_.settled and self.bits.lasts(node, group_id):
+            names = [trainer] if trainer else list(round_.buckets)
+            self._holds(node, round_, [name for name in names if name not in round_.returned])
+
+    def _holds(self, node: Node, round_: Round, names: list[str]) -> None:
         for part, payload in round_.results.items():
-            where = self._options.slice_of(part)
-            for name, bucket in round_.buckets.items():
-                if bucket[where].tobytes() != payload.values.tobytes():
-                    self.fail(f"has other values in the bucket of {name} than the result", node)
-        results = self._results.setdefault(round_.group.group_id, {})
-        results[node.peer_id] = dict(round_.results)
+            where, values = self._options.slice_of(part), payload.values.tobytes()
+            for name in names:
+                bucket = round_.buckets.get(name)
+                if bucket is not None and bucket[where].tobytes() != values:
+                    self.fail(
+                        f"has other values in the bucket of {name} than the result of part {part}",
+                        node,
+                    )
 
     def _compared(self, node: Node, other: str, group_id: bytes) -> None:
-        """Members in each other's final survivor set hold the same bits: both have told the other
-        their Parity. Across a partition each side goes on with what it has, which may include what
-        came from the other side before. Who is in none of the other's averages, because a third
-        lost it alone, learns of the difference by that Parity; what follows is a repair."""
-        told = self._parities.setdefault(group_id, set())
-        told.add((node.peer_id, other))
-        if (other, node.peer_id) not in told:
-            return
-        ours, theirs = (self._results[group_id].get(one, {}) for one in (node.peer_id, other))
-        members = [member.peer_id for member in self._groups[group_id].members]
-        we, they = members.index(node.peer_id), members.index(other)
-        for part in ours.keys() & theirs.keys():
-            mine, yours = ours[part], theirs[part]
-            inside = they in mine.contributors and we in yours.contributors
-            if inside and mine.crc != yours.crc:
-                self.fail(f"holds other bits of part {part} than {other}", node)
+        """A difference that is remembered is part of what the round owes by its deadline."""
+        for found in self.bits.parity(node, other, group_id):
+            for here in (found.one, found.other):
+                what = f"has not closed {group_id.hex()[:8]}, where {found}"
+                self._deadlines.reword(here, group_id, what)
 
     def placed(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """A result goes into buckets."""
@@ -419,37 +428,6 @@ def _with_others(round_: Round) -> bool:
     """Is anything but our own contribution in the results?"""
     own = (round_.index,)
     return any(payload.contributors != own for payload in round_.results.values())
-
-
-def _over_bound(message: object) -> str | None:
-    """The first tuple of a message, at any depth, that is longer than its field allows."""
-    for name, limit, nested in _bounds(type(message)):
-        value = getattr(message, name)
-        if limit is not None and len(value) > limit:
-            return f"{type(message).__name__}.{name} with {len(value)} entries, allowed are {limit}"
-        if nested:
-            for inner in value if isinstance(value, tuple) else (value,):
-                if is_dataclass(inner) and (broken := _over_bound(inner)) is not None:
-                    return broken
-    return None
-
-
-_BOUNDS: dict[type, list[tuple[str, int | None, bool]]] = {}
-
-
-def _bounds(kind: type) -> list[tuple[str, int | None, bool]]:
-    """(field, limit, may hold messages) of those fields that have a bound or may hold something
-    that does."""
-    known = _BOUNDS.get(kind)
-    if known is None:
-        known = []
-        for one in fields(kind) if is_dataclass(kind) else ():
-            limit = one.metadata.get("max")
-            nested = any(word in str(one.type) for word in ("Record", "Group", "Member", "Shape"))
-            if limit is not None or nested:
-                known.append((one.name, limit, nested))
-        _BOUNDS[kind] = known
-    return known
 
 
 # -- transcripts -----------------------------------------------------------------------------------

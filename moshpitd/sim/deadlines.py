@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moshpitd.sim.nodes import Node
 
@@ -33,6 +33,12 @@ class Deadlines:
 
     def met(self, node: Node, key: Hashable) -> None:
         self._open.get(node.index, {}).pop(key, None)
+
+    def reword(self, node: Node, key: Hashable, what: str) -> None:
+        """There is more to say about it; it is due as before."""
+        due = self._open.get(node.index, {}).get(key)
+        if due is not None:
+            self._open[node.index][key] = replace(due, what=what)
 
     def drop(self, node: Node) -> None:
         """Its daemon is dead."""

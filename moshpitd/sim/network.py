@@ -108,6 +108,10 @@ class Links:
             blocked = self._oneway[one, other] = rng.random() < self._options.oneway
         return not blocked
 
+    def blocked(self, one: int, other: int) -> bool:
+        """Was either kept from reaching the other, as far as they tried, while that was so?"""
+        return self._oneway.get((one, other), False) or self._oneway.get((other, one), False)
+
     def is_told(self) -> bool:
         """Does the sender of a message that reached nobody learn it?"""
         return self._unreached.random() >= self._options.loss_silent

@@ -1,10 +1,11 @@
-"""How much a Peer remembers. One rule: it counts entries and believes none of them, so that a bound
-is judged without the Peer's own account of itself."""
+"""How much a Peer remembers, and says at once. One rule: it counts entries and believes none of
+them, so that a bound is judged without the Peer's own account of itself."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from moshpitd.sim.faults import Options
@@ -66,3 +67,34 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
         if it is not None:
             yield name, it
     yield from getattr(value, "__dict__", {}).items()
+
+
+def over_bound(message: object) -> str | None:
+    """The first tuple of a message, at any depth, that is longer than its field allows."""
+    for name, limit, nested in _bounds(type(message)):
+        value = getattr(message, name)
+        if limit is not None and len(value) > limit:
+            return f"{type(message).__name__}.{name} with {len(value)} entries, allowed are {limit}"
+        if nested:
+            for inner in value if isinstance(value, tuple) else (value,):
+                if is_dataclass(inner) and (broken := over_bound(inner)) is not None:
+                    return broken
+    return None
+
+
+_BOUNDS: dict[type, list[tuple[str, int | None, bool]]] = {}
+
+
+def _bounds(kind: type) -> list[tuple[str, int | None, bool]]:
+    """(field, limit, may hold messages) of those fields that have a bound or may hold something
+    that does."""
+    known = _BOUNDS.get(kind)
+    if known is None:
+        known = []
+        for one in fields(kind) if is_dataclass(kind) else ():
+            limit = one.metadata.get("max")
+            nested = any(word in str(one.type) for word in ("Record", "Group", "Member", "Shape"))
+            if limit is not None or nested:
+                known.append((one.name, limit, nested))
+        _BOUNDS[kind] = known
+    return known

@@ -89,5 +89,6 @@ class Trouble:
     def _part(self, partition: Partition) -> None:
         self._number += 1
         self._world.links.split(self._number, partition)
+        self._world.checks.partings.parted(partition)
         lasts = partition.until - self._world.now
         self._world.later(lasts, self._world.links.heal, self._number)

@@ -97,25 +97,31 @@ class World:
         self.later(self.meters.length - SAMPLE_S, self._sample)
 
     def run(self) -> Report:
-        """Until every survivor has reached the goal of phase two."""
+        """Until every survivor has reached the goal of phase two, and nothing is left open that
+        members differed in."""
         self.run_until(self.life.satisfied, bound_s=self.options.faults_s + self.options.bound_s)
+        self._go(lambda: not self.checks.bits.undecided, self.now + self.checks.longest_round_s)
         self.checks.at_the_end(self.nodes)
         return self.report()
 
     def run_until(self, done: Callable[[], bool], *, bound_s: float) -> None:
         """Until `done()`, which must come true within `bound_s` from now."""
-        end, take, after_event = self.now + bound_s, self._agenda.take, self.checks.after_event
+        if not self._go(done, self.now + bound_s):
+            late = self.life.late() or self.nodes
+            self.checks.fail(f"did not get there within {bound_s} s ({len(late)} nodes)", *late[:3])
+
+    def _go(self, done: Callable[[], bool], end: float) -> bool:
+        """On until `done()`; false if it has not come true by `end`."""
+        take, after_event = self._agenda.take, self.checks.after_event
         while not done():
             item = take(until=end)
             if item is None:
-                late = self.life.late() or self.nodes
-                self.checks.fail(
-                    f"did not get there within {bound_s} s ({len(late)} nodes)", *late[:3]
-                )
+                return False
             self.now, _, call, args = item
             self._steps += 1
             call(*args)
             after_event()
+        return True
 
     def report(self) -> Report:
         self.meters.sample(self.life.living)
@@ -226,12 +232,21 @@ class World:
         delay, fate = links.delay(node.index, other.index), links.fate()
         if not links.reaches(node.index, other.index):
             if links.is_told():
-                self.post(DIAL_TIMEOUT_S, node, Undelivered(to, message))
+                told = node, node.incarnation, other, other.incarnation, Undelivered(to, message)
+                self.later(DIAL_TIMEOUT_S, self._unreached, *told)
         elif not fate:
             for after in links.delays(delay):
                 self.later(after, self._deliver, node, node.incarnation, other, message)
         elif fate == "reported":
             self.post(REPORT_S, node, Undelivered(to, message))
+
+    def _unreached(
+        self, node: Node, incarnation: int, other: Node, lived: int, event: Undelivered
+    ) -> None:
+        """A dial into a partition ends, perhaps long after the partition."""
+        if other.incarnation == lived:
+            self.checks.partings.unreached(node.index, other.index)
+        self._tell_same(node, incarnation, event)
 
     def _deliver(self, node: Node, incarnation: int, other: Node, message: Message) -> None:
         if other.peer is not None:
@@ -278,6 +293,7 @@ class World:
         self.trouble.calm()
         # What was sent or stored before may still be on its way.
         quiet = self.now + max(self.options.held_s, STALE_TAIL * self.options.stale_s)
+        self.checks.partings.calm()
         self.checks.meetings.quiet_since = min(self.checks.meetings.quiet_since, quiet)
         self.life.settle()
 

@@ -14,8 +14,24 @@ import pytest
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
+from moshpitd.core.allreduce import Round
 from moshpitd.core.balance import load_shares, succession
-from moshpitd.core.messages import Begin, Crcs, NotMember, Parity, Resend, TakeOver
+from moshpitd.core.lateness import Offer
+from moshpitd.core.messages import (
+    Begin,
+    Crcs,
+    Group,
+    Lineage,
+    Member,
+    Missing,
+    NoResult,
+    NotMember,
+    Parity,
+    Promise,
+    Resend,
+    Shape,
+    TakeOver,
+)
 from moshpitd.core.outcome import Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import ENOUGH, Quiet
@@ -492,3 +508,40 @@ def test_a_leader_that_dies_while_it_says_begin_is_spoken_for_by_those_that_hear
         assert outcome.parts_without_result == ()
         assert outcome.agreed == ("p01", "p02", "p03")
         assert hands.ended_at[it.tokens[name]] <= 1.0 + hands.params.parity_timeout_s
+
+
+def test_what_is_given_up_at_the_end_of_the_call_is_not_averaged_in_the_same_instant() -> None:
+    """A takeover that became a collection between the call's end and the data plane's last moment:
+    its average would lie in the bucket of a part that is reported without a result."""
+    names = ("p00", "p01", "p02")
+    members = tuple(Member(name, 1, 1.0, 0, False, 1e3, 1e3, ("a",)) for name in names)
+    group = Group(b"one", "peers", "p00", 0, 0, Shape(), b"", Lineage(), "float32", members)
+    for me in names:
+        params = Params()
+        learned = Quiet(params), Offer(8), random.Random(1)
+        round_ = Round(
+            params, group, me, (1 << 20,) * 6, (("t", 1),), (), 0.0, 8.0, *learned
+        )  # fmt: skip
+        round_.start(0.0)
+        st, (first, lost) = round_.st, [i for i in range(3) if i != round_.index]
+        for own in [p for p, r in enumerate(st.reducers) if r == round_.index]:
+            for sender in (first, lost):  # so that nobody owes us anything
+                round_.handle(ev.PartArrived(group.group_id, own, sender), 1.0)
+            round_.handle(ev.Averaged(group.group_id, own, (0, 1, 2), 7), 1.0)
+        part = st.reducers.index(lost)
+        epoch = next(e for e in range(1, 9) if st.succession.reducer(part, e) == round_.index)
+        missing = Missing(group.group_id, lost, Reason.SILENT, epoch, (part,))
+        round_.receive(names[first], missing, 7.9)
+        round_.tick(8.0)  # the call is over
+        round_.handle(ev.Barred(group.group_id, epoch, (part,), (), round_.index, 1), 8.1)
+        for other in (first, lost):
+            promise = Promise(group.group_id, 1, epoch, (part,))
+            round_.receive(names[other], promise, 8.2)
+        assert part in st.awaiting, "it collects"
+        round_.effects.clear()
+        round_.tick(8.0 + params.parity_timeout_s)
+        assert st.without[part] is Reason.TIMEOUT
+        asked = [it.part for it in round_.effects if isinstance(it, ef.Average)]
+        assert not asked
+        told = [it.message for it in round_.effects if isinstance(it, ef.Send)]
+        assert NoResult(group.group_id, Reason.TIMEOUT, epoch, (part,)) in told
