@@ -145,28 +145,31 @@ class Roster(Generic[R]):
 
     def _full(self, now: float) -> TrainerError:
         """Who holds the room, and what may be done about it."""
-        trained, kept, ending = list[R](), list[R](), list[R]()
+        trained, kept, used = list[R](), list[R](), list[R]()
         for run in self.runs.values():
             idle = run.idle_since is not None
-            (trained if not idle else ending if run.in_use(now) else kept).append(run)
-        words = [f"{_names(trained)} with trainers"] if trained else []
-        ways = "end the trainers of one of them" if trained else ""
-        if ending:
-            words.append(f"{_names(ending)} without, but in use by other peers")
+            (trained if not idle else used if run.in_use(now) else kept).append(run)
+        words, ways = [], []
+        if trained:
+            words.append(f"{_names(trained)} with trainers")
+            ways.append("end the trainers of one of them")
+        if used:
+            words.append(f"{_names(used)} without, but in use by other peers")
         if kept and not self._idle_s:
             words.append(f"{_names(kept)} without, kept because runs.idle_s is 0")
+            ways.append("set runs.idle_s")
         elif kept:
             left_s = min(self._left_s(run, now) or 0.0 for run in kept)
             words.append(
-                f"{_names(kept)} without, kept because no other peer is known to hold what they "
-                f"averaged (the first is let go in {left_s:.0f} s, runs.idle_s = {self._idle_s:g})"
+                f"{_names(kept)} without, kept because no other peer is known to hold what was "
+                f"averaged there (the first goes in {left_s:.0f} s, runs.idle_s = {self._idle_s:g})"
             )
-            ways = f"{ways}, wait" if ways else "wait"
-        ways = f"{ways}, or use another daemon" if ways else "use another daemon"
+            ways.append("wait")
+        way = ", ".join([*ways, "or use another daemon"]) if ways else "use another daemon"
         held = "; ".join(words)
         return refusal(
             "too_many_runs",
-            f"{len(self.runs)} runs here, expected at most {self._most}: {held}. To do: {ways}",
+            f"{len(self.runs)} runs here, expected at most {self._most}: {held}. To do: {way}",
         )
 
 
