@@ -118,14 +118,14 @@ class Roster(Generic[R]):
 
     def _make_room(self) -> asyncio.Task[None]:
         now = self._clock()
-        idle = [(run.idle_since, run) for run in self.runs.values() if not run.in_use(now)]
-        free = [
-            (since, run) for since, run in idle
-            if since is not None and self._idle_s and not run.is_last_copy(now)
-        ]  # fmt: skip
-        if not free:
+        free = {
+            run: run.idle_since
+            for run in self.runs.values()
+            if run.idle_since is not None and not run.in_use(now) and not run.is_last_copy(now)
+        }
+        if not free or not self._idle_s:
             raise self._full(now)
-        return self._let_go(min(free, key=lambda entry: entry[0])[1], LIMIT)
+        return self._let_go(min(free, key=lambda run: free[run]), LIMIT)
 
     def _let_go(self, run: R, why: str) -> asyncio.Task[None]:
         idle_s, _ = self.idle(run)

@@ -50,15 +50,17 @@ async def test_an_idle_run_is_let_go_whole_and_a_trainer_that_returns_gets_it_fr
         await swarm.stop_node(1)
         node = await swarm.start(1, runs__idle_s=1.0)
         await swarm.together()
-        old, here = {"w": torch.full((1000,), 1.0)}, {"w": torch.full((1000,), 3.0)}
+        old, here = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
         async with trainers(swarm, RUN, [here], nodes=[0]) as (stays,):
             async with trainers(swarm, RUN, [old], nodes=[1]) as (leaves,):
+                old["w"].fill_(1.0)
+                here["w"].fill_(3.0)
                 first = await average(swarm, [stays, leaves])
                 assert [one.participants for one in first] == [2, 2]
                 await until(lambda: len(series(node)) > 10, timeout_s=5, what="series of the run")
                 ongoing = node._exchange._runs[RUN]  # type: ignore[union-attr]
-                gone = [weakref.ref(ongoing.snapshots._copy), weakref.ref(ongoing.residuals)]
-                gone.append(weakref.ref(node.runs[RUN].driver.peer))
+                copy, residuals = weakref.ref(ongoing.snapshots._copy), ongoing.residuals
+                assert sum(residuals.nbytes.values()) > 0
                 del ongoing
             (line,) = node.status()["runs"]
             assert line["trainers"] == 0
@@ -67,7 +69,8 @@ async def test_an_idle_run_is_let_go_whole_and_a_trainer_that_returns_gets_it_fr
 
             await until(lambda: not traces(node), timeout_s=5, what=f"gone: {traces(node)}")
             gc.collect()
-            assert [ref() for ref in gone] == [None, None, None], "memory of the run is kept"
+            assert copy() is None, "the copy of the parameters is kept"
+            assert sum(residuals.nbytes.values()) == 0
             assert node.status()["runs"] == []
             assert 'moshpit_runs_forgotten_total{reason="idle"} 1.0' in (
                 node.metrics.render().decode()
@@ -82,8 +85,35 @@ async def test_an_idle_run_is_let_go_whole_and_a_trainer_that_returns_gets_it_fr
                 assert same_bits([new, here])
                 new["w"].add_(2.0)
                 again = await average(swarm, [stays, returned])
-                assert [one.participants for one in again] == [2, 2], str(again)
+                assert [one.group_size for one in again] == [2, 2], str(again)
                 assert same_bits([new, here])
+
+
+async def test_only_the_copy_of_a_trainer_that_died_last_counts_as_the_last() -> None:
+    async with LocalSwarm(2) as swarm:
+        tensors = [{"w": torch.zeros(10)}, {"w": torch.zeros(10)}]
+        async with trainers(swarm, RUN, tensors) as sessions:
+            results = await average(swarm, sessions)
+            assert [one.participants for one in results] == [2, 2]
+            first, last = (swarm.node(index).runs[RUN] for index in (0, 1))
+            now = last.driver.now
+            await swarm.call(sessions[0].close)
+            await until(
+                lambda: last.driver.peer.state.swarm.living(last.driver.peer.record.schema) == 0,
+                timeout_s=5,
+                what="the goodbye of the other",
+            )
+            last.leave(*last.trainers)  # as when its stream breaks
+            assert last.is_last_copy(now())
+            assert not first.is_last_copy(now())
+            await until(lambda: not last.in_use(now()), timeout_s=5, what="nothing is under way")
+        # Both trainers ended in order this time: what they averaged is theirs.
+        async with trainers(swarm, RUN, tensors) as sessions:
+            await average(swarm, sessions)
+            runs = [swarm.node(index).runs[RUN] for index in (0, 1)]
+        for run in runs:
+            assert run.idle_since is not None
+            assert not run.is_last_copy(now())
 
 
 async def test_a_trainer_that_attaches_while_its_run_is_let_go_gets_a_new_one() -> None:
