@@ -362,7 +362,7 @@ class Bootstrap(_message.Message):
     def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run", "version", "trainers", "peers", "phase", "round", "grid", "coordinates", "schema", "codec", "last_outcome", "rounds_complete", "rounds_partial", "rounds_alone", "rounds_failed", "founder", "parameters", "residual_bytes", "contributions")
+    __slots__ = ("run", "version", "trainers", "peers", "phase", "round", "grid", "coordinates", "schema", "codec", "last_outcome", "rounds_complete", "rounds_partial", "rounds_alone", "rounds_failed", "founder", "parameters", "residual_bytes", "contributions", "idle_s", "forgotten_in_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +382,8 @@ class RunStatus(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_IN_S_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
     trainers: int
@@ -401,7 +403,9 @@ class RunStatus(_message.Message):
     parameters: int
     residual_bytes: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ..., residual_bytes: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+    idle_s: float
+    forgotten_in_s: float
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., trainers: _Optional[int] = ..., peers: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., coordinates: _Optional[_Iterable[int]] = ..., schema: _Optional[str] = ..., codec: _Optional[str] = ..., last_outcome: _Optional[str] = ..., rounds_complete: _Optional[int] = ..., rounds_partial: _Optional[int] = ..., rounds_alone: _Optional[int] = ..., rounds_failed: _Optional[int] = ..., founder: _Optional[str] = ..., parameters: _Optional[int] = ..., residual_bytes: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., idle_s: _Optional[float] = ..., forgotten_in_s: _Optional[float] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("peer_id", "codec", "reason", "detail")

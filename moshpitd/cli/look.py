@@ -63,6 +63,9 @@ def status(socket: Socket = None, config: Config = None, json: Json = False) -> 
     ]
     outcomes = ("complete #", "partial #", "alone #", "failed #", "last outcome")
     out.print(table("\nruns", columns + outcomes, rows_of_runs))
+    idle = [(run.run, duration(run.idle_s), _end(run)) for run in reply.runs if not run.trainers]
+    if idle:
+        out.print(table("\nwithout a trainer", ("run", "since #", "let go in #"), idle))
 
 
 def peers(run: Run = "", socket: Socket = None, config: Config = None, json: Json = False) -> None:
@@ -153,6 +156,10 @@ def _grid(run: messages.RunStatus) -> str:
         return ""
     place = ",".join(map(str, run.coordinates))
     return f"{'x'.join(map(str, run.grid))} at {place}"
+
+
+def _end(run: messages.RunStatus) -> str:
+    return duration(run.forgotten_in_s) if run.forgotten_in_s >= 0 else "never"
 
 
 def _codec(run: messages.RunStatus) -> str:

@@ -23,6 +23,7 @@ from moshpitd.core.donor import Donor
 from moshpitd.core.effects import Effect, Send
 from moshpitd.core.exchanges import is_question
 from moshpitd.core.graph import PeerGraph
+from moshpitd.core.handover import has_company
 from moshpitd.core.hearing import Hearing
 from moshpitd.core.lateness import Offer
 from moshpitd.core.messages import (
@@ -248,6 +249,18 @@ class Peer:
             current.parts_done(),
             len(self.state.part_sizes),
             current.group.round,
+        )
+
+    def under_way(self, now: float) -> bool:
+        """Does anything go on here that the others need? For a run without trainers."""
+        donor = self.state.donor
+        return bool(
+            self.work is not None
+            or self.queue
+            or self.conductor.lingering
+            or donor.asked
+            or any(until > now for _, until in donor.serving.values())
+            or (self.storage.on_duty and has_company(self.state, now))
         )
 
     def peers(self) -> list[tuple[Record, float, str, str]]:

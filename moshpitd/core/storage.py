@@ -97,6 +97,11 @@ class Storage:
         common = self.common
         return common.promised.epoch == 0 and common.rules is None and not common.effects
 
+    @property
+    def on_duty(self) -> bool:
+        """This peer coordinates a store, owns a shard or pulls from it, or is about to."""
+        return self.common.terms is not None or self.coordinator.founding is not None
+
     def take_effects(self) -> list[Send | StoreEffect]:
         effects, self.common.effects = self.common.effects, []
         return effects

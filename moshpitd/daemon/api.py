@@ -52,7 +52,7 @@ class Served(Protocol):
     @property
     def stores(self) -> Stores: ...
 
-    def run(self, name: str, codec: str = "", *, feedback: bool = True) -> Run: ...
+    async def run(self, name: str, codec: str = "", *, feedback: bool = True) -> Run: ...
     def run_of(self, trainer: str) -> Run: ...
     def begin_drain(self, budget_s: float) -> None: ...
     def status(self) -> dict[str, Any]: ...
@@ -131,12 +131,12 @@ class Servicer(services.DaemonServicer):
                 "api_differs", f"the client speaks API {request.api}, this daemon speaks {API}"
             )
         specs = tuple(TensorSpec(t.name, tuple(t.shape), t.dtype) for t in request.tensors)
-        run = self._node.run(request.run, request.codec, feedback=not request.no_feedback)
         attachment = Attachment(
             specs, request.version, request.founder, request.founder_digest,
             request.client[:200], request.topology, request.full, request.pairs, request.shared,
         )  # fmt: skip
-        trainer = await run.attach(attachment)
+        run = await self._node.run(request.run, request.codec, feedback=not request.no_feedback)
+        trainer = await run.attach(attachment)  # at once: see Roster.run
         assert run.layout is not None
         return messages.AttachReply(
             trainer=trainer.name,
@@ -176,7 +176,7 @@ class Servicer(services.DaemonServicer):
     @_refusing
     async def Detach(self, request: Any, context: Any) -> Any:
         with contextlib.suppress(TrainerError):  # gone already is as good
-            self._node.run_of(request.trainer).leave(request.trainer)
+            self._node.run_of(request.trainer).leave(request.trainer, detached=True)
         return messages.DetachReply()
 
     @_refusing

@@ -42,9 +42,16 @@ class Carried:
         for key, count in moved.items():
             if key.run in names and key.kind in _KINDS:
                 now[names[key.run], _KINDS[key.kind], key.sent] += count
+        here = set(names.values())
         for (run, sent), count in control.items():
-            now[run, CONTROL, sent] += count
+            if run in here:
+                now[run, CONTROL, sent] += count
         for what, count in now.items():
             if count > self._told[what]:
                 self._tell(*what, count - self._told[what])
                 self._told[what] = count
+
+    def forget(self, run: str) -> None:
+        """Control bytes of a run of that name begin at 0 again; those of the links go on."""
+        for sent in (False, True):
+            self._told.pop((run, CONTROL, sent), None)

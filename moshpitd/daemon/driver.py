@@ -135,6 +135,15 @@ class Driver:
                 return
             await asyncio.wait(sending, timeout=left_s)
 
+    async def settled(self, timeout_s: float) -> None:
+        """Wait until nothing is on its way at all: messages, announcements, look-ups."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    def now(self) -> float:
+        """The clock that the peer sees."""
+        return self._loop.time()
+
     async def close(self) -> None:
         """Stop driving: nothing is handled or sent any more, calls that wait are cancelled."""
         self._closed = True

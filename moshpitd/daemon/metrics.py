@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -33,6 +33,8 @@ _STATES = ("heard", "member", "lost")
 _LEFT = frozenset((Reason.DRAINING, Reason.WITHDRAWN, Reason.NO_TRAINER, Reason.TRAINER_GONE))
 _PREEMPTED = "preempted"
 
+M = TypeVar("M", Counter, Gauge, Histogram)
+
 
 class NodeMetrics:
     """All metrics of one node. As thread-safe as prometheus-client, whose locks suffice."""
@@ -42,13 +44,14 @@ class NodeMetrics:
         self._runs: set[str] = set()
         self._choices: dict[str, set[tuple[str, str]]] = {}  # what was told of each run
         self._observers: Mapping[str, Callable[[str, Note], None]] = self._table()
+        self._by_run: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         own = self.registry
 
         def counter(name: str, words: str, *labels: str) -> Counter:
-            return Counter(name, words, labels, registry=own)
+            return self._listed(Counter(name, words, labels, registry=own), labels)
 
         def gauge(name: str, words: str, *labels: str) -> Gauge:
-            return Gauge(name, words, labels, registry=own)
+            return self._listed(Gauge(name, words, labels, registry=own), labels)
 
         self.rounds = counter(
             "moshpit_rounds", "Attempts to average, by how they ended.", "run", "outcome"
@@ -57,13 +60,14 @@ class NodeMetrics:
         self.ungrouped = counter(
             "moshpit_attempts_without_group", "Matchmaking that found no group.", "run", "reason"
         )
-        self.round_seconds = Histogram(
+        seconds = Histogram(
             "moshpit_round_seconds",
             "Duration of a round's phases.",
             ("run", "phase"),
             buckets=_PHASE_BUCKETS,
             registry=own,
         )
+        self.round_seconds = self._listed(seconds, ("run", "phase"))
         self.group_size = gauge("moshpit_group_size", "Members of the last group, with us.", "run")
         self.peers = gauge("moshpit_peers", "Peers known, without us.", "run", "state")
         self.peer_events = counter(
@@ -114,12 +118,20 @@ class NodeMetrics:
         self.version = gauge("moshpit_version", "Averages inside our parameters.", "run")
         self.version_lag = gauge("moshpit_version_lag", "Versions behind the median heard.", "run")
         self.grid_epoch = gauge("moshpit_grid_epoch", "Epoch of the grid's shape.", "run")
+        self.runs_forgotten = counter(
+            "moshpit_runs_forgotten", "Runs without trainers that were let go.", "reason"
+        )
         self.joined = gauge("moshpit_joined", "1 when the swarm is reached.")
         self.draining = gauge("moshpit_draining", "1 while the node leaves.")
         self.drain_left = gauge("moshpit_drain_left_seconds", "What is left of a drain's budget.")
         self.build = gauge("moshpit_build_info", "Always 1.", "version")
         self.build.labels(version).set(1)
         ProcessCollector(registry=self.registry)
+
+    def _listed(self, metric: M, labels: tuple[str, ...]) -> M:
+        if "run" in labels:
+            self._by_run.append((metric, labels))
+        return metric
 
     # -- what the core notes ---------------------------------------------------------------------
 
@@ -247,6 +259,20 @@ class NodeMetrics:
 
     def set_drain_left(self, seconds: float) -> None:
         self.drain_left.set(seconds)
+
+    def forget(self, run: str, reason: str) -> None:
+        """The run was let go (`reason`: idle, limit): its series end, and its label is free."""
+        self.runs_forgotten.labels(reason).inc()
+        self._runs.discard(run)
+        self._choices.pop(run, None)
+        for metric, labels in self._by_run:
+            samples = [sample for family in metric.collect() for sample in family.samples]
+            for values in {
+                tuple(sample.labels[label] for label in labels)
+                for sample in samples
+                if sample.labels.get("run") == run
+            }:
+                metric.remove(*values)
 
     def render(self) -> bytes:
         """The text of /metrics, to be served as `CONTENT_TYPE`."""

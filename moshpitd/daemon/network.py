@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from statistics import median
@@ -148,7 +149,8 @@ class Network:
         if not self._started:
             raise Unreachable("the node stops")
         payload = wire.encode(run, message)
-        self.control_bytes[run, True] += len(payload)
+        if run in self._runs:  # a stranger's question about any other is answered, and not counted
+            self.control_bytes[run, True] += len(payload)
         await self._control.send(to, payload)
 
     def at_once(self, run: str, to: str, message: Message) -> bool:
@@ -194,6 +196,11 @@ class Network:
             down_mbps=self._pace.down(down),
         )
 
+    def forget(self, run: str) -> None:
+        """The run is over."""
+        for sent in (False, True):
+            self.control_bytes.pop((run, sent), None)
+
     # -- what comes in ----------------------------------------------------------------------------
 
     def post(self, run: str, event: Event) -> None:
@@ -213,8 +220,11 @@ class Network:
             self.control_bytes[run.name, False] += len(payload)
             run.driver.handle(Received(sender, envelope.message))
         elif isinstance(envelope.message, WANT_AN_ANSWER):
-            # A record of our earlier life is still in the directory; nobody shall wait for us.
-            reply = self.send(envelope.run, sender, Goodbye(Reason.NO_TRAINER))
+            # A record of our earlier life, or of a run that was let go, is still in the directory;
+            # nobody shall wait for us. The number is that of a record made now, which one of a
+            # later life exceeds (see `Node._make_run`): a goodbye that arrives after that is none.
+            goodbye = Goodbye(Reason.NO_TRAINER, int(time.time() * 1000))
+            reply = self.send(envelope.run, sender, goodbye)
             task = asyncio.create_task(_quietly(reply))
             self._replies.add(task)
             task.add_done_callback(self._replies.discard)

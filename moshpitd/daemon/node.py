@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 from moshpitd.core.effects import Effect, Note
@@ -29,6 +28,7 @@ from moshpitd.daemon.choosing import group_codec
 from moshpitd.daemon.claims import Claims, claim
 from moshpitd.daemon.driver import Driver
 from moshpitd.daemon.exchange import Exchange
+from moshpitd.daemon.ground import Ground
 from moshpitd.daemon.history import History
 from moshpitd.daemon.http import HttpServer
 from moshpitd.daemon.leaving import Leaving
@@ -39,12 +39,13 @@ from moshpitd.daemon.notices import Notices, budget_s
 from moshpitd.daemon.notices_clouds import Notice
 from moshpitd.daemon.readiness import readiness
 from moshpitd.daemon.recorder import FOLDER, Recorder
-from moshpitd.daemon.runs import Ground, Run
+from moshpitd.daemon.roster import Roster
+from moshpitd.daemon.runs import Run
 from moshpitd.daemon.settings import Settings
 from moshpitd.daemon.storage import Storages
 from moshpitd.daemon.stores import Stores
 from moshpitd.daemon.trainers import check_codec, checked_run_name
-from moshpitd.daemon.views import peer_counts, peer_views, round_views, run_view
+from moshpitd.daemon.views import peer_views, round_views, run_view, set_gauges, software
 from moshpitd.errors import ConfigError, Unreachable
 from moshpitd.net.identity import Identity
 from moshpitd.rpc.status import refusal
@@ -52,8 +53,6 @@ from moshpitd.tensors.layout import Layout
 
 log = logging.getLogger(__name__)
 
-MAX_RUNS = 64
-"""Runs of one node: a peer each, and a copy of the last result, as large as its parameters."""
 THREADS = 4  # for what blocks: digests, checks and file systems; more gain little, memory is slow
 LOOK_AROUND_S = 1.0
 FAREWELL_S = 0.5
@@ -61,15 +60,23 @@ FAREWELL_S = 0.5
 
 
 class Node:
-    """Invariant: `runs` only grows until `stop`; a run's driver lives as long as the node."""
+    """Invariant: a run's driver lives until the roster lets go of the run, or the node stops."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.paths = settings.paths()
-        self.software = _software()
+        self.software = software()
         self.metrics = NodeMetrics(self.software)
         self.runs: dict[str, Run] = {}
         self.leaving = Leaving(lambda: self.runs.values())
+        self._roster = Roster(
+            self.runs,
+            idle_s=settings.runs.idle_s,
+            clock=lambda: asyncio.get_running_loop().time(),
+            end=self._end_run,
+            failed=self.failed,
+        )
+        self._sequence = 0  # of the last record of a run that was let go
         self.peer_id = ""
         self.warnings = [str(finding) for finding in settings.findings()]
         self._params = settings.averaging.params()
@@ -184,6 +191,7 @@ class Node:
         return self.leaving.begun
 
     def _leave(self, budget_s: float, why: str, *, preempted: bool = False) -> None:
+        self._roster.shut()  # a drain asks every run that is here when it begins
         begun = self.leaving.begin(budget_s, why, preempted=preempted)
         if begun:
             self.metrics.set_draining(True)
@@ -233,10 +241,12 @@ class Node:
 
     async def _let_go(self) -> None:
         """All trainers, and take no new ones."""
+        self._roster.shut()
         for run in self.runs.values():
             run.draining = True
             for trainer in list(run.trainers):
                 run.leave(trainer)
+        await self._roster.settled()
 
     def _closers(self) -> list[Awaitable[Any]]:
         """Outside in: first nobody can ask, then nobody is told, then nothing is held."""
@@ -275,19 +285,15 @@ class Node:
 
     # -- runs -------------------------------------------------------------------------------------
 
-    def run(self, name: str, codec: str = "", *, feedback: bool = True) -> Run:
+    async def run(self, name: str, codec: str = "", *, feedback: bool = True) -> Run:
         """The run of that name, made at its first trainer, whose `codec` it keeps (empty: that of
         the settings, and with it their error feedback)."""
-        run = self.runs.get(checked_run_name(name))
-        check_codec(name, codec, "" if run is None else run.codec)
-        if run is not None:
-            return run
-        if self.draining.is_set():
-            raise refusal("draining", "the daemon is leaving and takes no new trainer")
-        if len(self.runs) >= MAX_RUNS:
-            raise refusal(
-                "too_many_trainers", f"{len(self.runs)} runs here, expected at most {MAX_RUNS}"
-            )
+        check_codec(checked_run_name(name), codec, "")
+        run = await self._roster.run(name, partial(self._make_run, name, codec, feedback=feedback))
+        check_codec(name, codec, run.codec)
+        return run
+
+    def _make_run(self, name: str, codec: str, *, feedback: bool) -> Run:
         averaging = self.settings.averaging
         exchange, network = self._exchange, self._network
         assert exchange is not None
@@ -298,7 +304,7 @@ class Node:
             random.Random(),
             run=name,
             codec=group_codec(codec or averaging.codec),
-            sequence=int(time.time() * 1000),
+            sequence=max(self._sequence + 1, int(time.time() * 1000)),
             own=self._own,
         )
         driver = Driver(peer, self)
@@ -312,11 +318,20 @@ class Node:
             max_trainers=self._params.max_trainers,
             in_thread=self.in_thread,
         )
-        run = self.runs[name] = Run(name, ground, driver, History(exchange.counters))
         driver.handle(network.addressed())
         if self._storages is not None:
             self._storages.know(name)
-        return run
+        return Run(name, ground, driver, History(exchange.counters))
+
+    async def _end_run(self, run: Run, why: str) -> None:
+        """Nothing of it is left then, but the number that its next life's records begin above."""
+        self._record(Note("run_forgotten", reason=why), run.name)
+        await run.end(FAREWELL_S)
+        self._sequence = max(self._sequence, run.driver.peer.record.sequence)
+        for part in (self._storages, self._network, self._carried, self._recorder):
+            if part is not None:
+                part.forget(run.name)
+        self.metrics.forget(run.name, why)
 
     def run_of(self, trainer: str) -> Run:
         """The run that a trainer is attached to."""
@@ -425,7 +440,7 @@ class Node:
                 {"address": address, "state": state}
                 for address, state in (network.bootstrap() if network is not None else ())
             ],
-            "runs": [run_view(run) for run in self.runs.values()],
+            "runs": [run_view(run, self._roster.idle(run)) for run in self.runs.values()],
             "warnings": self._all_warnings(),
             "link_address": links[0] if links else "",
             "bytes_sent": self._bytes[0],
@@ -469,30 +484,15 @@ class Node:
             self._tell_links()
             if self._exchange is not None:
                 self.metrics.set_residual_parts_dropped(self._exchange.residuals_dropped)
+            self._roster.look()
             now = self._live().addressed()
             for run in self.runs.values():
                 if now != addressed:
                     run.driver.handle(now)
-                self.metrics.set_trainers(run.name, len(run.trainers))
-                self.metrics.set_peers(run.name, peer_counts(run))
-                self.metrics.set_residual_bytes(run.name, run.residual_bytes())
-                self.metrics.set_choices(run.name, run.choices().values())
-                peer = run.driver.peer
-                median, _ = peer.state.swarm.median_version(
-                    peer.version, peer.lineage, peer.record.schema
-                )
-                lag = max(0, median - peer.version)
-                self.metrics.set_version(run.name, peer.version, lag=lag)
+                set_gauges(self.metrics, run)
             addressed = now
 
     def _tell_links(self) -> None:
         network = self._live()
         self._carried.update(self.runs, network.moved(), network.control_bytes)
         self.metrics.set_link_rates(*network.link_rates())
-
-
-def _software() -> str:
-    try:
-        return metadata.version("moshpitd")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"  # a source tree that was never installed

@@ -39,6 +39,7 @@ _RUNS = (
     ("alone", "rounds_alone", True),
     ("failed", "rounds_failed", True),
     ("last outcome", "last_outcome", False),
+    ("without a trainer", "idle", False),
 )
 _PEERS = (
     ("run", "run", False),
@@ -77,7 +78,7 @@ def render(view: Mapping[str, Any], *, ready: bool, sentences: Sequence[str]) ->
         f"<h1>moshpitd: {state}</h1>",
         _list(warnings),
         _facts(view),
-        _table("Runs", _RUNS, view.get("runs", ()), "No trainer has attached yet."),
+        _table("Runs", _RUNS, map(_run, view.get("runs", ())), "No trainer has attached yet."),
         _table("Peers", _PEERS, view.get("peers", ()), "No other peer is known."),
         _table("Last rounds", _ROUNDS, view.get("rounds", ()), "No round yet."),
         "</body></html>",
@@ -101,6 +102,15 @@ def _facts(view: Mapping[str, Any]) -> str:
         if value != ""
     )
     return f"<table>{''.join(rows)}</table>"
+
+
+def _run(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With how long nobody has trained it, in words."""
+    if run.get("trainers", 0):
+        return run
+    left_s = float(run.get("forgotten_in_s", 0))
+    ends = f"let go in {left_s:.0f} s" if left_s >= 0 else "kept"
+    return {**run, "idle": f"{float(run.get('idle_s', 0)):.0f} s, {ends}"}
 
 
 def _list(sentences: Sequence[str]) -> str:

@@ -115,6 +115,10 @@ class Recorder:
             self._waiting_bytes += len(frame)
             self._changed.notify()
 
+    def forget(self, run: str) -> None:
+        """The run is over, with whatever group it was in."""
+        self._groups.pop(run, None)
+
     def close(self) -> None:
         """Write what waits, within CLOSE_S, and end. Safe to call twice."""
         with self._changed:

@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moshpitd.core.effects import Note
 from moshpitd.core.events import (
@@ -33,14 +31,14 @@ from moshpitd.core.events import (
     TrainerGone,
     ValuesKept,
 )
-from moshpitd.core.handover import dependants
+from moshpitd.core.handover import dependants, is_last_holder
 from moshpitd.core.outcome import Outcome, Status
 from moshpitd.core.store_words import StoreClosed
 from moshpitd.daemon import sharing
-from moshpitd.daemon.buffers import Bucket, make_bucket
+from moshpitd.daemon.buffers import make_bucket
 from moshpitd.daemon.choosing import Choice
 from moshpitd.daemon.driver import Driver
-from moshpitd.daemon.edges import EdgePlane
+from moshpitd.daemon.ground import Ground
 from moshpitd.daemon.history import History, RoundLine
 from moshpitd.daemon.logs import log_event
 from moshpitd.daemon.trainers import (
@@ -59,7 +57,6 @@ from moshpitd.daemon.trainers import (
     schema_text,
 )
 from moshpitd.rpc.status import not_finite, refusal
-from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -71,42 +68,9 @@ FLUSH_S = 5.0
 """How long the goodbyes of a drain may take: a peer that takes none for so long is gone itself."""
 
 
-class Store(Protocol):
-    """What a run needs of the exchange. The three marked calls block and run in a thread."""
-
-    edges: EdgePlane | None
-
-    def add_run(
-        self, name: str, layout: Layout, codec: str, *, feedback: bool | None = None
-    ) -> None: ...
-    def remove_run(self, name: str) -> None: ...
-    def add_bucket(self, name: str, trainer: str, bucket: Bucket) -> None: ...
-    def remove_bucket(self, name: str, trainer: str) -> None: ...
-    def initial_snapshot(self, name: str, trainer: str, version: int) -> bytes: ...  # blocks
-    def examine(self, name: str, trainer: str) -> tuple[str | None, float]: ...  # blocks
-    def set_state(self, name: str, state: bytes) -> None: ...  # blocks
-    def state(self, name: str) -> bytes: ...
-    def choices(self, name: str) -> Mapping[str, Choice]: ...
-    def residuals(self, name: str, *, settle: bool = False) -> Residuals | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What all runs of a node stand on. `in_thread(function, *arguments)` runs what blocks."""
-
-    exchange: Store
-    codec: str
-    feedback: bool | None  # None: as the settings say
-    part_bytes: int | None  # None: by the size of the model
-    buffers_dir: Path
-    data_dir: Path
-    max_trainers: int
-    in_thread: Callable[..., Awaitable[Any]]
-
-
 class Run:
     """Invariant: all trainers in `trainers` have the schema of `layout`; from the first trainer on
-    the exchange knows the run, and keeps its last result when all trainers are gone."""
+    the exchange knows the run, and until `end` keeps its last result when all trainers are gone."""
 
     def __init__(self, name: str, ground: Ground, driver: Driver, history: History) -> None:
         self.name = name
@@ -116,6 +80,9 @@ class Run:
         self.trainers: dict[str, Trainer] = {}
         self.draining = False
         self._ground = ground
+        self._arriving = 0  # trainers whose attaching is under way
+        self._taken_along = True  # the last trainer that left said so itself
+        self._left_at = driver.now()  # when the last trainer left, or did not come after all
         self._attaching = asyncio.Lock()
         self._introducing = asyncio.Lock()
         self._drained = asyncio.Event()
@@ -126,6 +93,37 @@ class Run:
 
     async def attach(self, attachment: Attachment) -> Trainer:
         """A bucket for a trainer; TrainerError when its tensors or the room do not fit."""
+        self._arriving += 1  # before anything is waited for: the run must not be let go meanwhile
+        try:
+            return await self._attach(attachment)
+        finally:
+            self._arriving -= 1
+            self._left_at = self.driver.now()
+
+    @property
+    def idle_since(self) -> float | None:
+        """On the loop's clock; None while a trainer is attached, or on its way in."""
+        return None if self.trainers or self._arriving else self._left_at
+
+    def in_use(self, now: float) -> bool:
+        """Others need what goes on here, trainers or not."""
+        return self.driver.peer.under_way(now)
+
+    def is_last_copy(self, now: float) -> bool:
+        """Of a run without trainers: what it keeps is known to be nowhere else. A trainer that
+        detached has its parameters itself; one that died counts on us."""
+        return not self._taken_along and is_last_holder(self.driver.peer.state, now)
+
+    async def end(self, within_s: float) -> None:
+        """Let go of everything, once nobody is attached; the run is of no use afterwards. What the
+        others are being told, and the directory, has so long."""
+        await self.driver.settled(within_s)
+        await self.driver.close()
+        if self.layout is not None:  # in a thread: memory of gigabytes goes back
+            await self._ground.in_thread(self._ground.exchange.remove_run, self.name)
+            self.layout = None
+
+    async def _attach(self, attachment: Attachment) -> Trainer:
         attachment = attachment.checked(self.driver.peer)
         ground = self._ground
         layout = await ground.in_thread(Layout.from_specs, attachment.specs, ground.part_bytes)
@@ -158,12 +156,13 @@ class Run:
         asyncio.get_running_loop().call_later(HOLD_WITHIN_S, self._expect_hold, trainer.name)
         return trainer
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, *, detached: bool = False) -> None:
         """A trainer detached, or its Hold stream ended. Its bucket goes now, or with the last round
         that sends from it."""
         trainer = self.trainers.pop(name, None)
         if trainer is None:
             return
+        self._left_at, self._taken_along = self.driver.now(), detached
         trainer.gone.set()
         if trainer.worker:
             self.driver.handle(StoreClosed(trainer.worker))

@@ -213,6 +213,18 @@ else:
     )
 
 
+class RunsSection(_Section):
+    """What this daemon keeps of runs that nobody trains here."""
+
+    idle_s: float = Field(default=1800.0, ge=0, le=31_536_000)
+    """How long a run without trainers is kept, for one that comes back: a copy of its parameters,
+    what error feedback owes, and the trainer state. Half an hour is an operator's break, or the
+    time to mend a script; later a trainer takes its state from another peer or from a checkpoint.
+    The 65th run takes the place of the one that was longest without, at once, unless only this
+    daemon is known to hold what was averaged in it. 0: a run is never let go, and the 65th is
+    refused."""
+
+
 class HttpSection(_Section):
     """A page for people and monitoring: /, /metrics, /healthz, /readyz. Read-only, open."""
 
@@ -291,6 +303,7 @@ class Settings(BaseSettings):
     links: LinksSection = LinksSection()
     limits: LimitsSection = LimitsSection()
     averaging: AveragingSection = AveragingSection()
+    runs: RunsSection = RunsSection()
     http: HttpSection = HttpSection()
     notices: NoticesSection = NoticesSection()
     flight: FlightSection = FlightSection()

@@ -305,6 +305,13 @@ class Storages:
         """Frames of this run may come from now on."""
         self._names[run_hash(run)] = run
 
+    def forget(self, run: str) -> None:
+        """The run is over, and with it what a store had of it here."""
+        key = run_hash(run)
+        self._names.pop(key, None)
+        with self._lock:
+            self._stores.pop(key, None)
+
     def _store(self, run: str) -> _Store | None:
         key, layout = run_hash(run), self._layout_of(run)
         with self._lock:

@@ -4,16 +4,19 @@ the page and the command line read these functions only, so that they cannot dis
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
+from importlib import metadata
 from typing import Any
 
 from moshpitd.core.outcome import Status
 from moshpitd.daemon.history import RoundLine
+from moshpitd.daemon.metrics import NodeMetrics
 from moshpitd.daemon.runs import Run
 
 
-def run_view(run: Run) -> dict[str, Any]:
-    """The fields of RunStatus."""
+def run_view(run: Run, idle: tuple[float, float]) -> dict[str, Any]:
+    """The fields of RunStatus; `idle` as of `Roster.idle`."""
     peer, outcomes = run.driver.peer, run.history.outcomes
     layout, lines = run.layout, run.history.lines
     return {
@@ -39,6 +42,8 @@ def run_view(run: Run) -> dict[str, Any]:
             for peer_id, one in run.choices().items()
         ],
         "parameters": sum(spec.numel for spec in layout.specs) if layout is not None else 0,
+        "idle_s": idle[0],
+        "forgotten_in_s": idle[1],
     }
 
 
@@ -92,12 +97,23 @@ def round_views(runs: Iterable[Run], last: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def peer_counts(run: Run) -> Mapping[str, int]:
-    """How many peers are in each state, for the metrics."""
-    counts: dict[str, int] = {}
-    for _, _, state, _ in run.driver.peer.peers():
-        counts[state] = counts.get(state, 0) + 1
-    return counts
+def set_gauges(metrics: NodeMetrics, run: Run) -> None:
+    """How the run is now, for Prometheus."""
+    peer = run.driver.peer
+    metrics.set_trainers(run.name, len(run.trainers))
+    metrics.set_peers(run.name, Counter(state for _, _, state, _ in peer.peers()))
+    metrics.set_residual_bytes(run.name, run.residual_bytes())
+    metrics.set_choices(run.name, run.choices().values())
+    median, _ = peer.state.swarm.median_version(peer.version, peer.lineage, peer.record.schema)
+    metrics.set_version(run.name, peer.version, lag=max(0, median - peer.version))
+
+
+def software() -> str:
+    """The version of this package."""
+    try:
+        return metadata.version("moshpitd")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"  # a source tree that was never installed
 
 
 def _outcome(line: RoundLine) -> str:

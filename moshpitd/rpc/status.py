@@ -58,6 +58,7 @@ CODES = {
     "unknown_trainer": "NOT_FOUND",
     "no_room": "RESOURCE_EXHAUSTED",
     "too_many_trainers": "RESOURCE_EXHAUSTED",
+    "too_many_runs": "RESOURCE_EXHAUSTED",
     # the daemon is on its way out; the trainer goes on locally
     "draining": "UNAVAILABLE",
 }

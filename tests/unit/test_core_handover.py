@@ -6,9 +6,10 @@ import pytest
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.handover import dependants
+from moshpitd.core.handover import dependants, is_last_holder
 from moshpitd.core.messages import Goodbye, Hello, Parity
 from moshpitd.core.outcome import Reason, Status
+from moshpitd.core.store_words import Rules, StoreClosed, StoreOpened, StorePullAsked
 from tests.kit.hands import Hands, digest_of, record_of
 
 PARTS = 4
@@ -188,3 +189,99 @@ def test_what_a_peer_says_in_its_last_round_does_not_take_its_goodbye_back() -> 
     hands.finish()
     assert {hands.outcomes[token].group_size for token in again.values()} == {2}
     assert hands.now - began < 0.5
+
+
+def kept_alone(hands: Hands, name: str) -> bool:
+    return is_last_holder(hands.nodes[name].peer.state, hands.now)
+
+
+def averaged(count: int) -> Hands:
+    """Peers that were in one round together."""
+    hands = Hands(count)
+    hands.attach_all()
+    hands.start()
+    hands.finish()
+    return hands
+
+
+def test_a_run_that_is_left_is_not_the_last_copy_while_somebody_is_known_to_train_it() -> None:
+    hands = averaged(3)
+    hands.detach("p00")
+    hands.settle()
+    assert not kept_alone(hands, "p00")
+    hands.detach("p01")
+    hands.settle()
+    assert not kept_alone(hands, "p01"), "p02 is there"
+    hands.detach("p02")
+    hands.settle()
+    assert kept_alone(hands, "p02"), "both others said goodbye to it"
+    hands.now += hands.params.heard_fresh_s + 1
+    assert kept_alone(hands, "p00"), "whom it heard last is a long time ago"
+
+
+def test_who_came_since_and_has_not_caught_up_holds_nothing() -> None:
+    hands = averaged(2)
+    hands.kill("p01")
+    hands.tell("p00", ev.Undelivered("p01", Hello(hands.nodes["p00"].peer.record)))
+    hands.tell("p00", ev.Undelivered("p01", Hello(hands.nodes["p00"].peer.record)))
+    hands.settle()
+    arrive(hands, "p02")
+    hands.detach("p00")
+    hands.settle()
+    assert kept_alone(hands, "p00")
+
+
+def test_what_was_never_mixed_with_anybodys_is_nobodys_last_copy() -> None:
+    hands = alone()
+    hands.detach("p00")
+    hands.settle()
+    assert not kept_alone(hands, "p00")
+
+
+def test_a_state_that_was_taken_from_others_is_one() -> None:
+    hands = alone()
+    arrive(hands, "p01")
+    hands.sync("p01")
+    hands.finish()
+    hands.detach("p00")
+    hands.settle()
+    hands.detach("p01")
+    hands.settle()
+    assert kept_alone(hands, "p01")
+
+
+def test_a_run_is_under_way_until_a_snapshot_that_it_gives_has_arrived_or_is_given_up() -> None:
+    hands = alone()
+    arrive(hands, "p01")
+    peer = hands.nodes["p00"].peer
+    hands.snapshot_fault["p00"] = "hang"
+    hands.sync("p01")
+    while not peer.state.donor.serving:
+        hands.step(1)
+    hands.detach("p00")
+    hands.settle()
+    assert peer.under_way(hands.now)
+    assert not peer.under_way(hands.now + peer.params.round_timeout_s), "nobody waits so long"
+
+
+def test_a_run_is_under_way_while_its_call_is() -> None:
+    hands = averaged(2)
+    peer = hands.nodes["p00"].peer
+    assert not peer.under_way(hands.now)
+    hands.contribute("p00", [1.0] * PARTS)
+    hands.step(1)
+    assert peer.under_way(hands.now)
+
+
+def test_a_store_is_a_duty_while_anybody_may_rely_on_it() -> None:
+    hands = averaged(2)
+    peer, now = hands.nodes["p00"].peer, hands.now
+    peer.handle(StoreOpened("p00/t", Rules(0.1, 1, 2, block=False)), now)
+    peer.handle(StorePullAsked("token", "p00/t"), now)
+    assert peer.storage.on_duty
+    assert peer.under_way(now)
+    assert not peer.under_way(now + peer.params.heard_fresh_s + 1), "they found another"
+    peer.handle(StoreClosed("p00/t"), now)
+    peer.handle(ev.TrainerGone("t"), now)
+    assert not peer.storage.on_duty
+    assert not peer.under_way(now)

@@ -199,3 +199,31 @@ def test_links_by_what_contributions_travel_with(metrics: NodeMetrics) -> None:
     assert value(metrics, name, **coded) == 3
     metrics.set_choices("digits", [Choice("float32", "raw_is_faster", "")])
     assert (value(metrics, name, **coded), value(metrics, name, **raw)) == (0, 1)
+
+
+def test_a_run_that_was_let_go_has_no_series_and_frees_its_label(metrics: NodeMetrics) -> None:
+    def live(run: str) -> None:
+        for what in NOTES:
+            metrics.observe(run, Note(what, reason="silent", fields={"seconds": {"parity": 1.0}}))
+        metrics.add_carried(run, "part", True, 10)
+        metrics.set_residual_bytes(run, {"sender": 1})
+        metrics.set_choices(run, [Choice("float16", "coding_pays", "")])
+        metrics.set_peers(run, {})
+        metrics.set_version(run, 9)
+
+    for i in range(MAX_RUNS):
+        live(f"run {i}")
+    before = metrics.render().decode()
+    ended = {line for line in before.splitlines() if 'run="run 7"' in line}
+    assert len(ended) > 40
+    metrics.forget("run 7", "idle")
+    after = metrics.render().decode()
+    assert {line for line in before.splitlines() if 'run="' in line} - ended == {
+        line for line in after.splitlines() if 'run="' in line
+    }
+    assert value(metrics, "moshpit_runs_forgotten_total", reason="idle") == 1
+    live("the next")
+    assert value(metrics, "moshpit_version", run="the next") == 9
+    live("run 7")
+    assert value(metrics, "moshpit_version", run="run 7") is None, "no room for its label now"
+    metrics.forget("a run that nothing was counted of", "limit")

@@ -78,3 +78,12 @@ def test_a_draining_node_is_not_ready() -> None:
     ready, sentences = readiness(joined=True, drain=(12.4, "SIGTERM"), bootstrap=[])
     assert not ready
     assert "draining" in sentences[0]
+
+
+def test_a_run_without_trainers_says_for_how_long_and_when_it_goes() -> None:
+    idle = {"run": "a", "trainers": 0, "idle_s": 61.2, "forgotten_in_s": 1738.8}
+    html = render({"runs": [idle]}, ready=True, sentences=())
+    assert "61 s, let go in 1739 s" in html
+    assert "let go" not in render({"runs": [idle | {"trainers": 1}]}, ready=True, sentences=())
+    kept = idle | {"forgotten_in_s": -1.0}
+    assert "61 s, kept" in render({"runs": [kept]}, ready=True, sentences=())
