@@ -145,7 +145,7 @@ class Run:
                 make_bucket, ground.in_thread, ground.buffers_dir,
                 nbytes=layout.nbytes, data_dir=ground.data_dir,
             )  # fmt: skip
-            bucket = await make(blocks=blocks)
+            bucket = await make(blocks=blocks, in_place=attachment.lives_here)
             trainer = Trainer(secrets.token_hex(8), attachment, bucket, asyncio.Event())
             if attachment.shared:
                 trainer.shared = await sharing.join(self.trainers.values, bucket, make)
@@ -475,6 +475,8 @@ class Run:
                     yield now
             if finished.cancelled():
                 raise refusal("draining", "the daemon stops")
+            if trainer.bucket.in_place and self.layout is not None:
+                await self._ground.in_thread(trainer.bucket.settle, self.layout.parts)
             yield self._ended(trainer, finished.result())
         finally:
             self._waiting.pop(token, None)
@@ -494,4 +496,5 @@ class Run:
             )
         sent, received = self.history.bytes_of(outcome.group_id)
         delta = trainer.bucket.deltas is not None
-        return Ended(outcome, self.driver.peer.lineage, sent, received, delta)
+        lineage, moved = self.driver.peer.lineage, trainer.bucket.moved
+        return Ended(outcome, lineage, sent, received, delta, moved)
