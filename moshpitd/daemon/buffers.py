@@ -120,19 +120,20 @@ class Bucket:
         """The trainer says that its values are in place as `generation`; False if they are not.
         In place, the generation says in which block as well."""
         self._handed_over = generation
-        if self.in_place and self.blocks is not None:
+        intact = self.intact(generation)
+        if intact and self.in_place and self.blocks is not None:
             block = generation >> 1 & 1
             self.data = self.blocks.of(self.area, block)
             self.result = self.blocks.of(self.area, 1 - block)
-        return self.intact(generation)
+            self.writes += 1  # who still copies it does not know what lies where any more
+            self._placed.clear()
+        return intact
 
     def hand_back(self) -> None:
-        """The call is over; the trainer may fill the bucket again."""
+        """The call is over; the trainer may fill the bucket again. What lies where stays known: if
+        the trainer died, its round goes on with what it left."""
         self._handed_over = None
         self.deltas = self._copied = None
-        if self.in_place:
-            self.writes += 1  # whoever still copies it cannot know any more what lies where
-            self._placed.clear()
 
     # -- what lies where --------------------------------------------------------------------------
 

@@ -142,6 +142,21 @@ def test_a_snapshot_goes_to_the_other_block_and_counts_from_there(plane: Plane) 
     assert plane.wait(Digested).digest == first == digest(before)
 
 
+def test_the_round_of_a_trainer_that_died_goes_on_with_what_it_left(plane: Plane) -> None:
+    bucket, part = plane.buckets["t"], plane.layout.parts[0]
+    local = local_values(plane.layout, {"t": bucket}, late=())
+    result = torch.full_like(plane.layout.part_view(bucket.data, part), 3)
+    local.apply(part, result)
+    bucket.hand_back()  # its call is gone, and nobody took the values back
+    out = torch.empty(part.nbytes, dtype=torch.uint8)
+    assert local.has_result()
+    assert local.read_result(part, out)
+    assert torch.equal(out.view(result.dtype), result), "what is handed over is the result"
+    other = plane.layout.parts[1]
+    contribution = plane.layout.part_view(bucket.data, other)
+    assert torch.equal(local.contribution(other), contribution)
+
+
 def test_nothing_is_loaded_where_a_trainer_lives_outside_a_call(plane: Plane) -> None:
     bucket = plane.buckets["t"]
     plane.exchange.initial_snapshot(RUN, "t", 1)
@@ -165,7 +180,7 @@ def test_the_call_ends_when_the_copy_of_its_result_is_made(plane: Plane) -> None
     assert plane.exchange.snapshot_version(RUN) == 2
 
 
-@pytest.mark.parametrize("how", ["handed back", "taken back"])
+@pytest.mark.parametrize("how", ["handed over again", "taken back"])
 def test_a_copy_that_came_too_late_is_none(
     plane: Plane, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,10 +191,11 @@ def test_a_copy_that_came_too_late_is_none(
     bucket.placed(0)
     plane.exchange.handle(RUN, RefreshSnapshot(2, "t"))
     bucket.settle(plane.layout.parts)
-    if how == "handed back":
-        bucket.hand_back()
-    else:
-        set_generation(bucket, 3)
+    bucket.hand_back()
+    set_generation(bucket, 3)
+    if how == "handed over again":
+        set_generation(bucket, 6)
+        assert bucket.hand_over(6)
     gate.open()
     assert not refreshed(plane, 2)
 
