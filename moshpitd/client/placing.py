@@ -8,6 +8,9 @@ between it is odd, which tells the daemon that the values may change at any mome
 accepted every tensor is made a view of the other block. The parameters stay the same objects, so an
 optimizer's state stays theirs.
 
+The memory is a mapped file: a forked process shares the tensors instead of getting a copy of them,
+and the daemon's `buffers_dir` should be in memory (tmpfs), or training is written to a disk.
+
 Each tensor has a storage of its own in the mapping: torch.save and copy.deepcopy take whole
 storages, and of one parameter that should be one parameter.
 """

@@ -495,6 +495,5 @@ class Run:
                 "bucket_modified", f"trainer {trainer.name} changed its bucket during the call"
             )
         sent, received = self.history.bytes_of(outcome.group_id)
-        delta = trainer.bucket.deltas is not None
-        lineage, moved = self.driver.peer.lineage, trainer.bucket.moved
-        return Ended(outcome, lineage, sent, received, delta, moved)
+        lineage, bucket = self.driver.peer.lineage, trainer.bucket
+        return Ended(outcome, lineage, sent, received, bucket.deltas is not None, bucket.moved)
