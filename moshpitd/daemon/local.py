@@ -94,9 +94,10 @@ class LocalValues:
     def apply_coded(self, part: Part, values: Coded) -> None:
         """`apply` of what was not decoded yet: straight to the bucket where there is only one."""
         if len(self._sources) == 1 and not self._late:
+            bucket = self._sources[0].bucket
             if _writable(self._sources[0]):
-                target = self._layout.part_view(self._sources[0].bucket.data, part)
-                values.decode(target, past=True)
+                values.decode(self._layout.part_view(bucket.result, part), past=True)
+                bucket.placed(part.index)
             return
         room = self._scratch.take("result", numel=part.numel, dtype=part.dtype)
         values.decode(room)
