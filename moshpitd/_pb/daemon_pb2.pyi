@@ -17,7 +17,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback", "topology", "full", "pairs", "shared")
+    __slots__ = ("run", "tensors", "version", "founder", "founder_digest", "client", "api", "codec", "no_feedback", "topology", "full", "pairs", "shared", "in_place")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class AttachRequest(_message.Message):
     FULL_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     run: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
@@ -44,10 +45,11 @@ class AttachRequest(_message.Message):
     full: bool
     pairs: bool
     shared: bool
-    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ..., topology: _Optional[str] = ..., full: bool = ..., pairs: bool = ..., shared: bool = ...) -> None: ...
+    in_place: bool
+    def __init__(self, run: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., client: _Optional[str] = ..., api: _Optional[int] = ..., codec: _Optional[str] = ..., no_feedback: bool = ..., topology: _Optional[str] = ..., full: bool = ..., pairs: bool = ..., shared: bool = ..., in_place: bool = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec", "slots", "shared_path")
+    __slots__ = ("trainer", "bucket_path", "bucket_bytes", "data_offset", "part_bytes", "peer_id", "version", "joined", "codec", "slots", "shared_path", "in_place")
     TRAINER_FIELD_NUMBER: _ClassVar[int]
     BUCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +61,7 @@ class AttachReply(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SHARED_PATH_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     trainer: str
     bucket_path: str
     bucket_bytes: int
@@ -70,7 +73,8 @@ class AttachReply(_message.Message):
     codec: str
     slots: int
     shared_path: str
-    def __init__(self, trainer: _Optional[str] = ..., bucket_path: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., data_offset: _Optional[int] = ..., part_bytes: _Optional[int] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., joined: bool = ..., codec: _Optional[str] = ..., slots: _Optional[int] = ..., shared_path: _Optional[str] = ...) -> None: ...
+    in_place: bool
+    def __init__(self, trainer: _Optional[str] = ..., bucket_path: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., data_offset: _Optional[int] = ..., part_bytes: _Optional[int] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., joined: bool = ..., codec: _Optional[str] = ..., slots: _Optional[int] = ..., shared_path: _Optional[str] = ..., in_place: bool = ...) -> None: ...
 
 class HoldRequest(_message.Message):
     __slots__ = ("trainer",)
@@ -209,7 +213,7 @@ class Excluded(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("status", "reason", "detail", "accepted", "group_size", "participants", "contributors", "excluded", "parts", "parts_without_result", "rounds", "version", "founder", "founder_digest", "loaded_snapshot", "newcomer", "total_weight", "group_id", "seconds", "bytes_sent", "bytes_received", "delta", "row")
+    __slots__ = ("status", "reason", "detail", "accepted", "group_size", "participants", "contributors", "excluded", "parts", "parts_without_result", "rounds", "version", "founder", "founder_digest", "loaded_snapshot", "newcomer", "total_weight", "group_id", "seconds", "bytes_sent", "bytes_received", "delta", "row", "moved")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +244,7 @@ class Result(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     status: str
     reason: str
     detail: str
@@ -263,7 +268,8 @@ class Result(_message.Message):
     bytes_received: int
     delta: bool
     row: Row
-    def __init__(self, status: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., accepted: bool = ..., group_size: _Optional[int] = ..., participants: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[Excluded, _Mapping]]] = ..., parts: _Optional[int] = ..., parts_without_result: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., loaded_snapshot: bool = ..., newcomer: bool = ..., total_weight: _Optional[float] = ..., group_id: _Optional[bytes] = ..., seconds: _Optional[_Mapping[str, float]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., delta: bool = ..., row: _Optional[_Union[Row, _Mapping]] = ...) -> None: ...
+    moved: bool
+    def __init__(self, status: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., accepted: bool = ..., group_size: _Optional[int] = ..., participants: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[Excluded, _Mapping]]] = ..., parts: _Optional[int] = ..., parts_without_result: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., version: _Optional[int] = ..., founder: _Optional[str] = ..., founder_digest: _Optional[bytes] = ..., loaded_snapshot: bool = ..., newcomer: bool = ..., total_weight: _Optional[float] = ..., group_id: _Optional[bytes] = ..., seconds: _Optional[_Mapping[str, float]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., delta: bool = ..., row: _Optional[_Union[Row, _Mapping]] = ..., moved: bool = ...) -> None: ...
 
 class PutStateRequest(_message.Message):
     __slots__ = ("trainer", "state")

@@ -38,6 +38,9 @@ def allreduce(
     security: Annotated[
         str, typer.Option(help="links.security: tls, or authenticated where it is built in.")
     ] = "",
+    in_place: Annotated[
+        bool, typer.Option("--in-place/--copies", help="Our trainers' tensors live in the buckets.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
@@ -58,7 +61,9 @@ def allreduce(
         from moshpitd.cli.bench_processes import Swarm
         from moshpitd.cli.bench_systems import Gloo, Hivemind, Ours
 
-        swarm = Swarm(children, folder, peers=peers, numel=numel, settings=settings)
+        swarm = Swarm(
+            children, folder, peers=peers, numel=numel, settings=settings, in_place=in_place
+        )
         systems: list[System] = [Ours(swarm, codec=codec)]
         if "gloo" in chosen:
             systems.append(Gloo(children, folder, peers=peers, numel=numel))
@@ -66,6 +71,7 @@ def allreduce(
             systems.append(Hivemind(children, folder, peers=peers, numel=numel, codec=codec))
         report = _measure(systems, swarm, codec=codec, rounds=rounds)
     report |= {"peers": peers, "params": numel, "codec": codec, "security": security or "tls"}
+    report["in_place"] = in_place
     _judge(report)
     _show(report)
     write_json(json_file, report)
@@ -221,7 +227,8 @@ def _show(report: dict[str, Any]) -> None:
 
     title = (
         f"{report['peers']} peers, {report['params']:,} float32 each, {report['codec']}, "
-        f"{report['security']}; machine busy {report['machine_busy']:.0%}, "
+        f"{report['security']}, {'in place' if report['in_place'] else 'copies'}; "
+        f"machine busy {report['machine_busy']:.0%}, "
         f"load {report['load']:.1f}"
     )
     show_results(title, report["results"])

@@ -184,13 +184,15 @@ class Swarm:
         settings: Mapping[str, object] | None = None,
         places: Sequence[Place] = (),
         ports: Sequence[int] = (),
+        in_place: bool = False,
     ) -> None:
         """`places`: where each daemon runs, if not simply on this machine. `ports`: two for each
-        daemon, for control and links, if somebody must know them before."""
+        daemon, for control and links, if somebody must know them before. `in_place`: the trainers'
+        tensors live in their buckets."""
         self.children = children
         self.peer_ids: list[str] = []
         self.trainers: list[Worker] = []
-        self._folder, self._numel = folder, numel
+        self._folder, self._numel, self._in_place = folder, numel, in_place
         self._settings = dict(settings or {})
         self._places = list(places) or [Place()] * peers
         ports = ports or free_ports(2 * peers)
@@ -285,6 +287,7 @@ class Swarm:
     def _start_trainer(self, node: Node) -> Worker:
         arguments = ["-m", "moshpitd.testing.bench.trainer", "--socket", str(node.socket)]
         arguments += ["--index", str(node.index), "--numel", str(self._numel)]
+        arguments += ["--in-place"] if self._in_place else []
         name = f"the trainer of {node.name}"
         return start_worker(self.children, name, arguments, node.folder.with_suffix(".trainer.log"))
 

@@ -36,6 +36,8 @@ class Bucket:
     client's hands off it, and the generation shows the daemon if anything else did not.
     """
 
+    in_place = False  # whether the tensors live here: see `client.placing`
+
     def __init__(
         self, path: str, *, layout: Layout, data_offset: int, nbytes: int, slots: int = 0
     ) -> None:
@@ -54,6 +56,7 @@ class Bucket:
             )
         self._generation: int = generation + generation % 2
         self.data = tensor_of(self._map, offset=data_offset, nbytes=layout.nbytes)
+        self.result = self.data  # where the daemon leaves what a call came to
         self.area = tensor_of(self._map, offset=data_offset, nbytes=nbytes - data_offset)
 
     @property
@@ -89,8 +92,17 @@ class Bucket:
             self._write(self._generation + 1)
         return self._generation
 
-    def copy_to(self, tensors: Sequence[Tensor], *, skip: Iterable[int] = ()) -> None:
-        """Overwrite the tensors in place, but for the parts `skip`.
+    def take_back(self, generation: int) -> None:
+        """The call with this generation is over. Of values that were copied in nothing is to be
+        taken back: the next fill says it."""
+
+    def move_out(self, tensors: Mapping[str, Tensor]) -> None:
+        """The trainer leaves. Nothing of it lives here."""
+
+    def copy_to(
+        self, tensors: Sequence[Tensor], *, skip: Iterable[int] = (), moved: bool = False
+    ) -> None:
+        """Overwrite the tensors in place, but for the parts `skip`. `moved` as the daemon says.
 
         Parts without a result are skipped although they hold local values: a result that its
         reducer was given up for may still land there, and what is held must be what was reported.
@@ -102,7 +114,7 @@ class Bucket:
         """Add a delta (`average - contribution`, 0 where there is no result) to the tensors in
         place."""
         with torch.no_grad():
-            for tensor, delta in zip(tensors, self.layout.views(self.data), strict=True):
+            for tensor, delta in zip(tensors, self.layout.views(self.result), strict=True):
                 own = tensor.detach()
                 moved = delta.to(own.device)
                 if own.dtype is torch.bool:

@@ -96,6 +96,7 @@ class Flight:
         self.cancel()
         if self._pid == os.getpid() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+        self._plan.bucket.take_back(self._plan.generation)
 
     def bring_in(self, tensors: Sequence[Tensor]) -> None:
         """For the session, which holds the turn: write what the round brought to the tensors."""
@@ -136,6 +137,7 @@ class Flight:
         except BaseException as error:  # told to whoever lands
             self.error = error
         finally:
+            plan.bucket.take_back(plan.generation)
             self.ended = time.monotonic()
             self._done.set()
 
@@ -168,4 +170,4 @@ def bring_in(result: Result, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
     else:
         # A loaded snapshot fills every part, whatever the round after it came to.
         skip = () if result.loaded_snapshot else result.parts_without_result
-        bucket.copy_to(tensors, skip=skip)
+        bucket.copy_to(tensors, skip=skip, moved=result.moved)

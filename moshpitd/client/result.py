@@ -71,6 +71,7 @@ class Result:
     bytes_sent: int = 0
     bytes_received: int = 0
     delta: bool = False
+    moved: bool = False  # in place: the values lie in the bucket's other block
     row: Row | None = None
 
     @property
@@ -122,6 +123,7 @@ def result_of(message: messages.Result) -> Result:
         bytes_sent=message.bytes_sent,
         bytes_received=message.bytes_received,
         delta=message.delta,
+        moved=message.moved,
         row=_row_of(message.row) if message.HasField("row") else None,
     )
 

@@ -1,5 +1,6 @@
 """A trainer's connection to its daemon. One rule: the model is written to inside `sync()`,
-`average()` and a flight's `land()`, in the thread that called them, and nowhere else.
+`average()` and a flight's `land()`, in the thread that called them, and nowhere else (in place it
+is moved by `begin()` and `close()`, too).
 
     session = attach(run="digits", model=model)
     optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), session, every=8)
@@ -15,17 +16,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 from torch import Tensor, nn
 
-from moshpitd.client.buckets import Bucket
 from moshpitd.client.checks import average_request, check_timeout, check_version
 from moshpitd.client.flight import Flight, Plan, bring_in
 from moshpitd.client.keeper import DETACH_TIMEOUT_S, Attachment, Keeper
 from moshpitd.client.kept import Kept
+from moshpitd.client.lineage import Lineage
+from moshpitd.client.placing import all_of, bucket_of, check_movable, no_overlap
 from moshpitd.client.result import PartialAverage, Progress, Result
 from moshpitd.client.rounds import Begin, Stream, Telling, follow
 from moshpitd.client.sources import Source, source_of
@@ -42,15 +43,6 @@ GRACE_S = 15.0
 So long after that the client stops waiting for it, and trains on."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Lineage:
-    """How many averages the parameters contain, and which initial parameters they descend from."""
-
-    version: int = 0
-    founder: str = ""
-    digest: bytes = b""
-
-
 def attach(
     run: str,
     *,
@@ -60,6 +52,7 @@ def attach(
     version: int = 0,
     state: Mapping[str, Any] | None = None,
     sync: bool = True,
+    in_place: bool = False,
     timeout_s: float = 30.0,
 ) -> Session:
     """Attach these tensors to `run` of the daemon at `socket` (default:
@@ -70,9 +63,18 @@ def attach(
     sync one by one. A daemon that is not there is no error: the trainer starts at once, and the
     session attaches by itself when the daemon appears. Raises TrainerError for tensors that cannot
     be averaged (before any traffic), or that differ from what this run averages on this node.
+
+    `in_place`: the tensors move into memory that the daemon maps too, and an average copies nothing
+    on this side (`client.placing`). Their objects stay, their storage does not: aliases of the old
+    one (`flat[2:5]`, `p.data` kept from before) no longer follow. For dense, contiguous CPU tensors
+    that share no memory (TrainerError names the one that is not); no round can run while they
+    change, so `overlap` is refused. `close` moves them to memory of their own.
     """
+    source = source_of(model, tensors)
+    if in_place:
+        check_movable(source(), () if model is None else all_of(model))
     session = Session(
-        run, source_of(model, tensors), socket=socket, version=version, timeout_s=timeout_s
+        run, source, socket=socket, version=version, timeout_s=timeout_s, in_place=in_place
     )
     if state is not None:
         session.load_state_dict(state)
@@ -98,6 +100,7 @@ class Session:
         full: bool = False,
         pairs: bool = False,
         shared: bool = False,
+        in_place: bool = False,
     ) -> None:
         """As `attach`; `codec` is of this run only, and what follows `feedback` not of averages."""
         if not run:
@@ -106,17 +109,19 @@ class Session:
         self._source = source
         self._codec, self._feedback, self._topology = codec, feedback, topology
         self._full, self._pairs, self._shared = full, pairs, shared
+        self.in_place = in_place
+        """As asked for. A daemon that is too old for it has the tensors copied as ever."""
         self._specs = specs_of(source())
         if not self._specs:
             raise refusal("no_tensors", f"run {run!r}: no tensors to average")
         self._layout = Layout.from_specs(self._specs)  # refuses here, before any traffic
-        self._lineage = _Lineage(check_version(version))
+        self._lineage = Lineage(check_version(version))
         self._timeout_s = check_timeout(timeout_s)
         self._calls = Calls(default_socket() if socket is None else socket)
         self._keeper = Keeper(self._calls, self._attach, run)
         self._turn = threading.Lock()
         self._flight: Flight | None = None  # begun and not landed
-        self._ahead: _Lineage | None = None  # of a result that arrived and is not landed
+        self._ahead: Lineage | None = None  # of a result that arrived and is not landed
         self._kept: Kept | None = None  # made by the first flight that needs it
         self._attached: Attachment | None = None  # the last one, also when it is lost
         self.synced: Result | None = None
@@ -126,7 +131,7 @@ class Session:
     def start(self, *, sync: bool) -> None:
         """Called once, by `attach`."""
         self._keeper.start()
-        atexit.register(self.close)
+        atexit.register(self._detach)
         if not sync:
             return
         try:
@@ -231,7 +236,8 @@ class Session:
         Options and errors as in `average`; those of the round itself are raised by `land`, and
         `progress` is called in another thread. The contribution is taken now. With `overlap` the
         tensors may change until `land`, which adds `average - contribution` to them; it costs a
-        copy of all tensors in memory. Without, they must not change: the average replaces them.
+        copy of all tensors in memory (ConfigError for a session in place). Without, they must not
+        change: the average replaces them.
         `snapshots=False` is for values that mean something in this round only, such as gradients:
         what a catch-up loads never reaches them. Lands a round that is still in flight first.
         """
@@ -242,6 +248,8 @@ class Session:
             on_partial=on_partial,
             timeout_s=timeout_s,
         )
+        if overlap and self.in_place:
+            raise no_overlap(self.run)
         with self._turn:
             self._settle()
             attachment = self._ready()
@@ -312,13 +320,7 @@ class Session:
 
         Plain words and numbers, so that `torch.load(weights_only=True)` reads it.
         """
-        lineage = self._lineage
-        return {
-            "run": self.run,
-            "version": lineage.version,
-            "founder": lineage.founder,
-            "founder_digest": lineage.digest.hex(),
-        }
+        return {"run": self.run, **self._lineage.as_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The model now holds the checkpoint that `state` came with. Attaches anew, because the
@@ -331,11 +333,7 @@ class Session:
             raise refusal("run_differs", f"a checkpoint of run {theirs!r}, not {self.run!r}")
         with self._turn:
             self._give_up()
-            self._lineage = _Lineage(
-                check_version(state.get("version", 0)),
-                str(state.get("founder", "")),
-                bytes.fromhex(state.get("founder_digest", "")),
-            )
+            self._lineage = Lineage.of_checkpoint(state)
             if self._keeper.attached:
                 why = DaemonUnavailable("attaching anew with a checkpoint's version")
                 self._keeper.lost(self._keeper.current(), why)
@@ -344,15 +342,24 @@ class Session:
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Detach. Safe to call twice, and at exit. A round in flight is given up; one whose result
-        is here already can still be landed."""
+        """Detach. Safe to call twice. A round in flight is given up; one whose result is here
+        already can still be landed. In place, the tensors get memory of their own again, so call
+        it in the thread that trains; at exit they stay where they are."""
+        self._detach()
+        if self._attached is not None and self._turn.acquire(timeout=DETACH_TIMEOUT_S):
+            try:
+                self._attached.bucket.move_out(self._source())
+            finally:
+                self._turn.release()
+
+    def _detach(self) -> None:
         flight = self._flight
         if flight is not None and not flight.done:
             flight.cancel()
         self._keeper.close()
         if flight is not None and not flight.done:
             flight.end(DETACH_TIMEOUT_S)
-        atexit.unregister(self.close)
+        atexit.unregister(self._detach)
 
     def __enter__(self) -> Session:
         return self
@@ -374,10 +381,13 @@ class Session:
             tensors = self._tensors()
             with Telling(self._keeper, attachment):
                 generation = attachment.bucket.fill(tensors)
-                result = follow(begin(attachment.trainer, generation), progress)
+                try:
+                    result = follow(begin(attachment.trainer, generation), progress)
+                finally:
+                    attachment.bucket.take_back(generation)
             if result.applied:
                 bring_in(result, attachment.bucket, tensors)
-            self._lineage = self._after(result)
+            self._lineage = self._lineage.after(result)
             return result
 
     def _asking(self, request: messages.AverageRequest) -> Begin:
@@ -404,7 +414,7 @@ class Session:
         """In the flight's thread. The model gets the result when it is landed, but a daemon that we
         attach to in between will next see a model that has it."""
         if self._flight is flight:
-            self._ahead = self._after(result)
+            self._ahead = self._lineage.after(result)
 
     def _land(self, flight: Flight) -> None:
         with self._turn:
@@ -421,7 +431,7 @@ class Session:
         try:
             if flight.result is not None:
                 flight.bring_in(self._tensors())
-                self._lineage = self._after(flight.result)
+                self._lineage = self._lineage.after(flight.result)
         except BaseException as error:
             flight.result, flight.error = None, error
         finally:
@@ -436,20 +446,6 @@ class Session:
         flight.error = DaemonUnavailable("the round was given up: other parameters were loaded")
         # A thread that did not end in time still has the buffer; it keeps it.
         self._ahead = self._kept = None
-
-    def _after(self, result: Result) -> _Lineage:
-        """Version and lineage of a model that has taken this result in."""
-        # A sync that loaded nothing found the trainer current: that is an answer about it as well.
-        current = result.status == "complete" and result.rounds == 0
-        if not (result.applied or result.status == "alone" or current):
-            return self._lineage
-        old = self._lineage
-        named = result.founder != ""  # a daemon that knows of no lineage takes none away
-        return _Lineage(
-            version=result.version,
-            founder=result.founder if named else old.founder,
-            digest=result.founder_digest if named else old.digest,
-        )
 
     def _tensors(self) -> list[Tensor]:
         """The tensors of now, in the order of the specs that the daemon knows."""
@@ -477,17 +473,12 @@ class Session:
             full=self._full,
             pairs=self._pairs,
             shared=self._shared,
+            in_place=self.in_place,
         )
         reply = self._calls.attach(request, self._timeout_s)
         if reply.part_bytes != self._layout.part_bytes:
             self._layout = Layout.from_specs(self._specs, part_bytes=reply.part_bytes)
-        bucket = Bucket(
-            reply.bucket_path,
-            layout=self._layout,
-            data_offset=reply.data_offset,
-            nbytes=reply.bucket_bytes,
-            slots=reply.slots,
-        )
+        bucket = bucket_of(reply, self._layout, run=self.run, in_place=self.in_place)
         hold = self._calls.hold(reply.trainer)
         attachment = Attachment(
             reply.trainer, bucket, hold, reply.peer_id, reply.joined, reply.codec, reply.shared_path

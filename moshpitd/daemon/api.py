@@ -134,6 +134,7 @@ class Servicer(services.DaemonServicer):
         attachment = Attachment(
             specs, request.version, request.founder, request.founder_digest,
             request.client[:200], request.topology, request.full, request.pairs, request.shared,
+            request.in_place,
         )  # fmt: skip
         run = await self._node.run(request.run, request.codec, feedback=not request.no_feedback)
         trainer = await run.attach(attachment)  # at once: see Roster.run
@@ -150,6 +151,7 @@ class Servicer(services.DaemonServicer):
             codec=run.codec,
             slots=trainer.bucket.blocks.slots if trainer.bucket.blocks is not None else 0,
             shared_path=str(trainer.shared.path) if trainer.shared is not None else "",
+            in_place=trainer.bucket.in_place,
         )
 
     @_refusing
@@ -313,6 +315,7 @@ def _result(ended: Ended) -> Any:
         bytes_sent=ended.bytes_sent,
         bytes_received=ended.bytes_received,
         delta=ended.delta,
+        moved=ended.moved,
         row=_row(outcome.row) if outcome.row is not None else None,
     )
 

@@ -1,6 +1,9 @@
 """The buckets of this node's trainers in one round. One rule: a bucket that its trainer took back
 is neither read for an average nor written to.
 
+A trainer in place keeps its contribution, and the result lies beside it; read is what would lie in
+an ordinary bucket (`Bucket.holding`), so that nothing else differs.
+
 The values of a part come straight from the bucket when one trainer contributes, and are averaged
 part by part while encoding when there are several, so a node needs no further buffer of the
 bucket's size. All calls about one part come under that part's lock (see `accumulate.Round`).
@@ -66,10 +69,10 @@ class LocalValues:
     def contribution(self, part: Part) -> Tensor:
         """Our values of a part; a view of the bucket where one trainer contributes."""
         if len(self._givers) == 1:
-            return self._layout.part_view(self._givers[0].bucket.data, part)
+            return self._part(self._givers[0].bucket, part)
         together = PartAccumulator(part.numel, part.dtype, part.rule)
         for source in self._givers:
-            together.add(self._layout.part_view(source.bucket.data, part), source.weight)
+            together.add(self._part(source.bucket, part), source.weight)
         out = self._scratch.take("local", numel=part.numel, dtype=part.dtype)
         together.mean(out)
         return out
@@ -85,14 +88,16 @@ class LocalValues:
                 self._apply_delta(late.bucket, part, values)
         for source in self._sources:
             if _writable(source):
-                copy_past(values, self._layout.part_view(source.bucket.data, part))
+                copy_past(values, self._layout.part_view(source.bucket.result, part))
+                source.bucket.placed(part.index)
 
     def apply_coded(self, part: Part, values: Coded) -> None:
         """`apply` of what was not decoded yet: straight to the bucket where there is only one."""
         if len(self._sources) == 1 and not self._late:
+            bucket = self._sources[0].bucket
             if _writable(self._sources[0]):
-                target = self._layout.part_view(self._sources[0].bucket.data, part)
-                values.decode(target, past=True)
+                values.decode(self._layout.part_view(bucket.result, part), past=True)
+                bucket.placed(part.index)
             return
         room = self._scratch.take("result", numel=part.numel, dtype=part.dtype)
         values.decode(room)
@@ -107,7 +112,7 @@ class LocalValues:
         for source in self._sources:
             if source.intact():
                 stop = part.offset_bytes + part.nbytes
-                out.copy_(source.bucket.data[part.offset_bytes : stop])
+                out.copy_(source.bucket.holding(part.index)[part.offset_bytes : stop])
                 if source.intact():
                     return True
         return False
@@ -119,14 +124,18 @@ class LocalValues:
                 if part.index not in applied and _writable(late):
                     self._apply_delta(late.bucket, part, None)
 
+    def _part(self, bucket: Bucket, part: Part) -> Tensor:
+        """What a bucket has of it: the contribution, or the result that took its place."""
+        return self._layout.part_view(bucket.holding(part.index), part)
+
     def _apply_delta(self, bucket: Bucket, part: Part, values: Tensor | None) -> None:
         """Turn a late trainer's part into a delta, or add this round's. None: no result."""
-        deltas, out = bucket.deltas, self._layout.part_view(bucket.data, part)
+        deltas, out = bucket.deltas, self._layout.part_view(bucket.result, part)
         if deltas is None:
             return  # the call ended, and the bucket was handed back
         first = part.index not in deltas.parts
         if first and part.rule == "max":
-            deltas.own[part.index] = out.clone()
+            deltas.own[part.index] = self._layout.part_view(bucket.data, part).clone()
         deltas.parts.add(part.index)
         if values is not None and part.rule == "max":
             max_delta(out, result=values, own=deltas.own[part.index])

@@ -143,7 +143,7 @@ class Run:
                 make_bucket, ground.in_thread, ground.buffers_dir,
                 nbytes=layout.nbytes, data_dir=ground.data_dir,
             )  # fmt: skip
-            bucket = await make(blocks=blocks)
+            bucket = await make(blocks=blocks, in_place=attachment.lives_here)
             trainer = Trainer(secrets.token_hex(8), attachment, bucket, asyncio.Event())
             if attachment.shared:
                 trainer.shared = await sharing.join(self.trainers.values, bucket, make)
@@ -474,6 +474,8 @@ class Run:
                     yield now
             if finished.cancelled():
                 raise refusal("draining", "the daemon stops")
+            if trainer.bucket.in_place and self.layout is not None:
+                await self._ground.in_thread(trainer.bucket.settle, self.layout.parts)
             yield self._ended(trainer, finished.result())
         finally:
             self._waiting.pop(token, None)
@@ -492,5 +494,5 @@ class Run:
                 "bucket_modified", f"trainer {trainer.name} changed its bucket during the call"
             )
         sent, received = self.history.bytes_of(outcome.group_id)
-        delta = trainer.bucket.deltas is not None
-        return Ended(outcome, self.driver.peer.lineage, sent, received, delta)
+        lineage, bucket = self.driver.peer.lineage, trainer.bucket
+        return Ended(outcome, lineage, sent, received, bucket.deltas is not None, bucket.moved)

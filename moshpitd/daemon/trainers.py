@@ -53,6 +53,7 @@ class Attachment:
     full: bool = False
     pairs: bool = False  # its parameters lie here and meet others
     shared: bool = False  # it writes to the run's shared file too
+    in_place: bool = False  # its tensors live in its bucket
     own: PeerGraph | None = None  # what the topology "own" is on this node
 
     def checked(self, peer: Peer) -> Attachment:
@@ -89,6 +90,11 @@ class Attachment:
         if self.pairs:
             return f"meetings of two on topology {topology}"
         return f"exchanges{' of differences' if self.full else ''} on topology {topology}"
+
+    @property
+    def lives_here(self) -> bool:
+        """In place, where there is a result to move to: an exchange with neighbours has none."""
+        return self.in_place and not self.topology
 
     def check_company(self, run: str, others: Collection[Trainer]) -> None:
         """May it join the run's `others` on this node?"""
@@ -203,6 +209,7 @@ class Ended:
     bytes_sent: int
     bytes_received: int
     delta: bool
+    moved: bool = False  # in place: the values lie in the other block of the bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +281,10 @@ def refusal_of(outcome: Outcome, name: str) -> TrainerError | None:
 
 
 def blocks_of(attachment: Attachment, layout: Layout, max_group: int) -> Blocks | None:
-    """The room that an exchange with neighbours needs beside the message."""
+    """The room that an exchange with neighbours needs beside the message, or a trainer in place for
+    the results beside its tensors."""
     if not attachment.topology:
-        return None
+        return Blocks(layout.nbytes, slots=0, full=False) if attachment.lives_here else None
     topology, own = attachment.topology, attachment.own
     slots = 1 if attachment.pairs else most_neighbours(topology, max_group, own)
     return Blocks(layout.nbytes, slots, attachment.full)

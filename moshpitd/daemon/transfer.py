@@ -118,10 +118,14 @@ class Snapshots:
     def refresh(self, bucket: Bucket, version: int) -> None:
         """Copy a bucket that holds the result of `version`; says so if nothing interfered."""
         generation, writes = bucket.generation, bucket.writes
+        over = bucket.begin_copy()
 
         def copy() -> None:
-            with self._copying:
-                done = self._copy_bucket(bucket, version, generation=generation, writes=writes)
+            try:
+                with self._copying:
+                    done = self._copy_bucket(bucket, version, generation=generation, writes=writes)
+            finally:
+                over()  # a trainer in place waits for it, and trains on in that block
             if done:
                 self.post(SnapshotRefreshed(version))
 
@@ -145,7 +149,8 @@ class Snapshots:
             target = self._copy
         for part in self.layout.parts:
             stop = part.offset_bytes + part.nbytes
-            copy_past(bucket.data[part.offset_bytes : stop], target[part.offset_bytes : stop])
+            values = bucket.holding(part.index)[part.offset_bytes : stop]
+            copy_past(values, target[part.offset_bytes : stop])
             if not bucket.intact(generation) or bucket.writes != writes:
                 return False
         with self._lock:
@@ -296,8 +301,7 @@ class Snapshots:
             self.post(SnapshotFailed(nonce, Reason.NO_SNAPSHOT))
             return
         for bucket in buckets:
-            bucket.writes += 1
-            bucket.data.copy_(incoming.staging)
+            bucket.load(incoming.staging, len(self.layout.parts))
         with self._lock:
             self._copy, self._version = incoming.staging, version
             self._digest = incoming.digest
@@ -313,8 +317,7 @@ class Snapshots:
                 self.post(SnapshotFailed(b"", Reason.NO_SNAPSHOT))
                 return
             for bucket in buckets:
-                bucket.writes += 1
-                bucket.data.copy_(copy)
+                bucket.load(copy, len(self.layout.parts))
 
     # -- ends -------------------------------------------------------------------------------------
 

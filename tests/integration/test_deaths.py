@@ -10,7 +10,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -209,9 +209,12 @@ async def kill_in_the_exchange(
 
 
 async def test_trainers_of_a_daemon_killed_in_a_round_go_on_and_come_back(place: Path) -> None:
+    """Two of them in place, that of the killed daemon among them: its tensors are in the file that
+    the daemon leaves behind, and then in the next one."""
     async with with_a_daemon(place) as (swarm, daemon):
         own = [{"w": torch.zeros(FLOATS)} for _ in range(3)]
-        async with at(swarm, [*swarm.sockets, daemon.socket], own) as sessions:
+        sockets = [*swarm.sockets, daemon.socket]
+        async with at(swarm, sockets, own, in_place=(1, 2)) as sessions:
             survivors = await kill_in_the_exchange(swarm, daemon, sessions, own)
             assert all(one.accepted for one in survivors), survivors
             for tensors, value in zip(own, (1.0, 2.0), strict=False):
@@ -246,13 +249,13 @@ async def test_a_daemon_killed_in_a_round_costs_no_part(place: Path) -> None:
 
 @asynccontextmanager
 async def at(
-    swarm: LocalSwarm, sockets: list[Path], own: list[Tensors]
+    swarm: LocalSwarm, sockets: list[Path], own: list[Tensors], *, in_place: Sequence[int] = ()
 ) -> AsyncIterator[list[Session]]:
     """A trainer at each of these sockets."""
     sessions = await asyncio.gather(
         *(
-            swarm.call(attach, "r", tensors=tensors, socket=socket)
-            for socket, tensors in zip(sockets, own, strict=True)
+            swarm.call(attach, "r", tensors=tensors, socket=socket, in_place=number in in_place)
+            for number, (socket, tensors) in enumerate(zip(sockets, own, strict=True))
         )
     )
     try:

@@ -27,6 +27,7 @@ from moshpitd.errors import TrainerError
 from moshpitd.rpc.channel import SERVER_OPTIONS
 from moshpitd.rpc.status import refusal, to_status
 from moshpitd.rpc.stubs import API, messages, services
+from moshpitd.tensors.blocks import Blocks
 from moshpitd.tensors.layout import Layout, TensorSpec
 from moshpitd.tensors.mapped import tensor_of
 
@@ -45,6 +46,7 @@ class Trainer:
     mapping: Any
     gone: threading.Event = field(default_factory=threading.Event)
     state: bytes = b""
+    blocks: list[torch.Tensor] = field(default_factory=list)  # of a trainer in place
 
     @property
     def generation(self) -> int:
@@ -117,6 +119,7 @@ class FakeDaemon(services.DaemonServicer):
         self.answer: Answer = with_a_peer_at_zero
         self.sync_answer: Answer = nobody
         self.refuse_attach: TrainerError | None = None
+        self.knows_in_place = True
         self.draining = threading.Event()
         self.life = 0
         self._server: Any = None
@@ -162,7 +165,8 @@ class FakeDaemon(services.DaemonServicer):
         return messages.AttachReply(
             trainer=name,
             bucket_path=str(trainer.path),
-            bucket_bytes=PAGE + layout.nbytes,
+            bucket_bytes=len(trainer.mapping),
+            in_place=bool(trainer.blocks),
             data_offset=PAGE,
             part_bytes=layout.part_bytes,
             peer_id=FOUNDER,
@@ -215,10 +219,21 @@ class FakeDaemon(services.DaemonServicer):
             trainer = self._trainer(request.trainer)
             if request.generation % 2 or request.generation != trainer.generation:
                 raise refusal("bucket_modified", f"generation {trainer.generation}")
+            if trainer.blocks:
+                trainer.data = trainer.blocks[request.generation >> 1 & 1]
             for name, view in trainer.views().items():
                 if view.is_floating_point() and not view.isfinite().all():
                     raise refusal("not_finite", f"tensor {name!r} holds a NaN or an infinity")
-            yield from answer(Round(trainer, request, cancelled))
+            if not trainer.blocks:
+                yield from answer(Round(trainer, request, cancelled))
+                return
+            block = request.generation >> 1 & 1
+            trainer.data = trainer.blocks[1 - block]
+            trainer.data.copy_(trainer.blocks[block])
+            for event in answer(Round(trainer, request, cancelled)):
+                if event.HasField("result"):
+                    event.result.moved = event.result.status != "alone" and not event.result.delta
+                yield event
 
     def _trainer(self, name: str) -> Trainer:
         if name not in self.trainers:
@@ -234,10 +249,13 @@ class FakeDaemon(services.DaemonServicer):
 
     def _bucket(self, name: str, request: Any, layout: Layout) -> Trainer:
         path = self.buffers / f"{name}.bucket"
-        mapping = _mapped(path, PAGE + layout.nbytes)
+        size, blocks = layout.nbytes, Blocks(layout.nbytes, slots=0, full=False)
+        in_place = request.in_place and self.knows_in_place
+        mapping = _mapped(path, PAGE + (blocks.total if in_place else size))
         HEADER.pack_into(mapping, 0, MAGIC, API, 0)
-        data = tensor_of(mapping, offset=PAGE, nbytes=layout.nbytes)
-        return Trainer(request, layout, path, data, mapping)
+        area = tensor_of(mapping, offset=PAGE)
+        both = [blocks.of(area, block) for block in range(2)] if in_place else []
+        return Trainer(request, layout, path, area[:size], mapping, blocks=both)
 
 
 def _mapped(path: Path, nbytes: int) -> Any:

@@ -39,6 +39,7 @@ from moshpitd.daemon.exchange import Exchange
 from moshpitd.daemon.pacing import Links, PayloadFunction
 from moshpitd.errors import Unreachable
 from moshpitd.net.frames import FrameKind, Header
+from moshpitd.tensors.blocks import Blocks
 from moshpitd.tensors.layout import Layout, specs_of
 
 RUN = "run"
@@ -173,17 +174,26 @@ class Plane:
     def peer_id(self) -> str:
         return self.exchange.peer_id
 
-    def trainer(self, name: str, tensors: Mapping[str, Tensor]) -> Bucket:
-        """Attach a trainer whose bucket holds these tensors."""
-        bucket = create_bucket(self.where, nbytes=self.layout.nbytes, data_dir=self.where)
-        self.layout.gather(list(tensors.values()), bucket.data)
+    def trainer(
+        self, name: str, tensors: Mapping[str, Tensor], *, in_place: bool = False
+    ) -> Bucket:
+        """Attach a trainer whose bucket holds these tensors. In place: in its second block, and it
+        is in a call."""
+        size = self.layout.nbytes
+        blocks = Blocks(size, slots=0, full=False) if in_place else None
+        bucket = create_bucket(
+            self.where, nbytes=size, data_dir=self.where, blocks=blocks, in_place=in_place
+        )
         set_generation(bucket, 2)
+        if in_place:
+            assert bucket.hand_over(2)
+        self.layout.gather(list(tensors.values()), bucket.data)
         self.buckets[name] = bucket
         self.exchange.add_bucket(RUN, name, bucket)
         return bucket
 
     def values(self, name: str) -> list[Tensor]:
-        return [view.clone() for view in self.layout.views(self.buckets[name].data)]
+        return [view.clone() for view in self.layout.views(self.buckets[name].result)]
 
     def wait(self, *kinds: type, timeout_s: float = WAIT_S) -> Event:
         """The next event of one of these kinds; others are kept in `seen`."""

@@ -29,8 +29,13 @@ def say(**words):
     print(json.dumps(words), flush=True)
 
 def children():
-    return [c for t in os.listdir("/proc/self/task")
-            for c in open(f"/proc/self/task/{t}/children").read().split()]
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            found += open(f"/proc/self/task/{task}/children").read().split()
+        except FileNotFoundError:
+            pass  # that thread has just ended
+    return found
 
 session = attach("test", tensors=[torch.ones(3)], socket=sys.argv[1])
 say(attached=session.attached)

@@ -30,6 +30,7 @@ from moshpitd.client.flight import Flight
 from moshpitd.client.optim.schedule import schedule_of
 from moshpitd.client.optim.wrapped import Wrapped
 from moshpitd.client.options import PASSING, AverageOptions, check_options
+from moshpitd.client.placing import no_overlap
 from moshpitd.client.result import PartialAverage, Result
 from moshpitd.client.session import Session
 from moshpitd.errors import DaemonUnavailable, TrainerError
@@ -58,6 +59,7 @@ class LocalSGD(Wrapped):
     steps made since it began are gone with those before it. `land()` waits for the round in flight,
     for the end of training or before a checkpoint that shall hold it; `average()` does it too and
     is then a round of its own that waits. `flight` is the round that is not landed yet, or None.
+    With a session in place, whose averages copy no parameters, it is refused (ConfigError).
 
     Like torch's own PostLocalSGDOptimizer it is an Optimizer for whoever asks (schedulers,
     GradScaler) but does not run Optimizer.__init__: all state is the wrapped one's. Hooks belong
@@ -79,6 +81,8 @@ class LocalSGD(Wrapped):
         if on_error not in ("continue", "raise"):
             raise TrainerError(f"on_error {on_error!r}, expected 'continue' or 'raise'")
         check_options(options)
+        if overlap and session.in_place:
+            raise no_overlap(session.run)
         super().__init__(optimizer)
         self.session = session
         self.steps = 0

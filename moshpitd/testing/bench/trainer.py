@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moshpitd.client import attach
 from moshpitd.client.result import Result
@@ -31,11 +32,15 @@ from moshpitd.testing.bench.values import (
 
 
 class Trainer:
-    """One trainer of one daemon. Invariant: `flat` is what the session's tensors are views of."""
+    """One trainer of one daemon. Invariant: all values are in `_tensors`, and what is made of them
+    to look at them is gone before anything is measured."""
 
-    def __init__(self, socket: str, index: int, numel: int) -> None:
-        self._socket, self._index = socket, index
-        self.flat, self._tensors = flat_tensor(numel)
+    def __init__(self, socket: str, index: int, numel: int, *, in_place: bool = False) -> None:
+        self._socket, self._index, self._numel, self._in_place = socket, index, numel, in_place
+        flat, self._tensors = flat_tensor(numel)
+        self._flat: Tensor | None = flat  # what the tensors are views of
+        if in_place:  # views cannot move
+            self._flat, self._tensors = None, [tensor.clone() for tensor in self._tensors]
         self._session: Session | None = None
 
     def orders(self) -> dict[str, Order]:
@@ -53,7 +58,7 @@ class Trainer:
         """To a new run, in which all begin with the same parameters: others would be of another
         lineage, which takes a snapshot and contributes nothing to its first round."""
         self.detach(order)
-        fill(self.flat, block(0, 0, of=self.flat.numel()))
+        self._fill(0, 0)
         began = time.monotonic()
         timeout_s = float(order["timeout_s"])
         self._session = attach(
@@ -61,6 +66,7 @@ class Trainer:
             tensors=self._tensors,
             socket=self._socket,
             sync=bool(order.get("sync", False)),
+            in_place=self._in_place,
             timeout_s=timeout_s,
         )
         if not self._session.wait_attached(timeout_s):
@@ -70,7 +76,7 @@ class Trainer:
     def fill(self, order: dict[str, Any]) -> Answer:
         """Own values for a round; `same` gives all trainers those of the first."""
         peer = 0 if order.get("same") else self._index
-        fill(self.flat, block(peer, order["round"], of=self.flat.numel()))
+        self._fill(peer, order["round"])
         return {}
 
     def average(self, order: dict[str, Any]) -> Answer:
@@ -95,23 +101,24 @@ class Trainer:
 
     def check(self, order: dict[str, Any]) -> Answer:
         """Who is in each part, and the fingerprint of it all."""
-        numel = self.flat.numel()
+        flat, numel = self._whole(), self._numel
         truth = Truth.of_round(order["round"], order["weights"], codec=order["codec"], numel=numel)
-        found = look_inside(self.flat, truth, doubtful=order.get("doubtful", ()))
+        found = look_inside(flat, truth, doubtful=order.get("doubtful", ()))
         return {
             "parts": found.parts,
             "inside": found.counts(),
             "unexplained": len(found.unexplained),
             "first_unexplained": found.unexplained[:1],
             "worst": found.worst,
-            "sha256": fingerprint(self.flat) if order.get("fingerprint") else "",
+            "sha256": fingerprint(flat) if order.get("fingerprint") else "",
         }
 
     def payload(self, order: dict[str, Any]) -> Answer:
         """What the codec says that all parts of these tensors come to, in bytes; 0 for a codec that
         is chosen link by link."""
         codec = CODECS.get(order["codec"])
-        parts = self.flat.split(part_numel_of(self.flat))
+        flat = self._whole()
+        parts = flat.split(part_numel_of(flat))
         sizes = [codec.payload_bytes(part.numel(), "float32") for part in parts] if codec else []
         return {"bytes": sum(sizes)}
 
@@ -120,6 +127,17 @@ class Trainer:
             self._session.close()
             self._session = None
         return {}
+
+    def _fill(self, peer: int, number: int) -> None:
+        flat = torch.empty(self._numel) if self._flat is None else self._flat
+        fill(flat, block(peer, number, of=self._numel))
+        if self._flat is None:
+            sizes = [tensor.numel() for tensor in self._tensors]
+            for tensor, piece in zip(self._tensors, flat.split(sizes), strict=True):
+                tensor.copy_(piece)
+
+    def _whole(self) -> Tensor:
+        return torch.cat(self._tensors) if self._flat is None else self._flat
 
     def _live(self) -> Session:
         if self._session is None:
@@ -157,9 +175,11 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--in-place", action="store_true", help="as attach(in_place=True)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    serve(Trainer(options.socket, options.index, options.numel).orders())
+    trainer = Trainer(options.socket, options.index, options.numel, in_place=options.in_place)
+    serve(trainer.orders())
 
 
 if __name__ == "__main__":
