@@ -215,7 +215,10 @@ class CatchUp:
         live = self.swarm.live(self.me.schema)
         unsure = [e.record.peer_id for e in live if e.direct_at < fresh]
         if len(unsure) > ASKED_AT_ONCE:
-            unsure = self.rng.sample(unsure, ASKED_AT_ONCE)
+            # Of many a few will do, and those of our line on a large grid have just told us by
+            # themselves: an answer says no more, and one in a hundred is waited for in vain.
+            told = sum(1 for e in live if e.stated_at >= fresh)
+            unsure = self.rng.sample(unsure, max(0, ASKED_AT_ONCE - told))
         self.asked = unsure
         for peer_id in unsure:
             self.effects.append(Send(peer_id, Hello(self.me)))

@@ -74,6 +74,14 @@ def cell(index: int, sides: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(coordinates))
 
 
+def cell_along(index: int, sides: Sequence[int], axis: int) -> tuple[int, ...]:
+    """Coordinates of the index-th cell with `axis` fastest: peers dealt one after the other stand
+    in one line of it."""
+    ahead = axis + 1
+    turned = cell(index, (*sides[ahead:], *sides[:ahead]))
+    return (*turned[-ahead:], *turned[:-ahead])
+
+
 def rekey(
     coordinates: Sequence[int],
     *,

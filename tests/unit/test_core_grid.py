@@ -16,7 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moshpitd.core.grid import PEERS_KEY, axis_of, cell, is_flat, meeting_key, rekey, sides_for
+from moshpitd.core.grid import (
+    PEERS_KEY,
+    axis_of,
+    cell,
+    cell_along,
+    is_flat,
+    meeting_key,
+    rekey,
+    sides_for,
+)
 from moshpitd.core.messages import Shape
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -173,3 +182,14 @@ def test_cells_are_counted_last_axis_fastest_and_wrap() -> None:
     assert [cell(i, (2, 3)) for i in range(7)] == [
         (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 0),
     ]  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(0, 3))
+def test_cells_are_dealt_line_by_line_along_an_axis(sides: list[int], number: int) -> None:
+    shape, axis = Shape(1, tuple(sides)), number % len(sides)
+    dealt = [cell_along(index, sides, axis) for index in range(prod(sides))]
+    assert sorted(dealt) == list(product(*map(range, sides)))
+    lines = [meeting_key(shape, coordinates, axis) for coordinates in dealt]
+    side = sides[axis]
+    for start in range(0, len(lines), side):
+        assert len(set(lines[start : start + side])) == 1
