@@ -60,6 +60,7 @@ from moshpitd.daemon.pulse import Pulse
 from moshpitd.daemon.transfer import Snapshots
 from moshpitd.errors import ConfigError, LocalProtocolError
 from moshpitd.net.frames import FrameKind, Header
+from moshpitd.net.tasks import give_way
 from moshpitd.tensors.codecs import codec_for
 from moshpitd.tensors.feedback import Residuals
 from moshpitd.tensors.layout import Layout
@@ -70,10 +71,11 @@ log = logging.getLogger(__name__)
 
 AVERAGING_THREADS = min(4, os.cpu_count() or 1)  # bound by memory, and links want cores too
 
-# What waits for the next round: all that a quarter of a bucket of 400 MB needs in float16. With 32
-# MiB every such round cleared 50 to 200 MB of new pages in four daemons, 0.4 of 3 s of processor
-# time. It is memory that an idle daemon keeps, so no more than DESIGN allows to be in flight.
-ROOMS_BYTES = 128 << 20
+# What waits for the next round: all that a quarter of a bucket of 400 MB needs in float16, 24
+# accumulators of 4 MiB and as many payloads of 2. With 32 MiB every such round cleared 50 to 200 MB
+# of new pages in four daemons, 0.4 of 3 s of processor time; with 128 those of the last parts, one
+# sample in fifty. It is memory that an idle daemon keeps.
+ROOMS_BYTES = 160 << 20
 
 
 class Exchange:
@@ -100,8 +102,10 @@ class Exchange:
         self._pacer: Pacer | None = None
         self._pulse: Pulse | None = None
         self.edges: EdgePlane | None = None  # exchanges with neighbours, meetings
-        self._averaging = ThreadPoolExecutor(AVERAGING_THREADS, thread_name_prefix="average")
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._averaging = ThreadPoolExecutor(
+            AVERAGING_THREADS, thread_name_prefix="average", initializer=give_way
+        )
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=give_way)
         self._scratch = Scratch()
         self._rooms = Rooms(keep_bytes=ROOMS_BYTES)
         self._intake = Intake(self._drop, partial(self._submit, self._averaging))

@@ -17,6 +17,7 @@ from moshpitd.net.channel import Channel, lazy_memory
 from moshpitd.net.frames import CALLER_KINDS, FrameKind, Header
 from moshpitd.net.meter import round_trip_s, unacknowledged
 from moshpitd.net.outbox import URGENT, Outbox, Waiting
+from moshpitd.net.tasks import give_way
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class Flow:
     # -- reading ----------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
+        give_way()
         try:
             while True:
                 received = self._channel.receive(aside=self._round_trip)
@@ -180,6 +182,7 @@ class Flow:
     # -- writing ----------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
+        give_way()
         scratch: memoryview | None = None
         try:
             while (

@@ -1,13 +1,16 @@
-"""Tasks that shall end, also those that lose a cancellation."""
+"""Tasks that shall end, also those that lose a cancellation; threads that let others go first."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 
 import pytest
 
 from moshpitd.net import tasks
-from moshpitd.net.tasks import ended
+from moshpitd.net.tasks import BEHIND, ended, give_way
 
 
 async def test_a_task_that_loses_a_cancellation_ends_at_the_next(
@@ -56,3 +59,20 @@ async def test_what_tidies_up_is_left_to_it() -> None:
     assert all(task.done() for task in both)
     await ended(both)  # and nothing, once they are
     await ended([])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads")
+def test_only_the_thread_that_asks_gives_way() -> None:
+    found: list[int] = []
+
+    def look() -> None:
+        give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    process = os.getpriority(os.PRIO_PROCESS, 0)
+    assert found == [min(19, process + BEHIND)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == usual
