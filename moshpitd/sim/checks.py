@@ -73,9 +73,7 @@ class Checks:
         self.partings = Partings(links, now)
         self.bits = Bits(self.partings, now, self.fail)
         self._abandoned: dict[str, None] = {}
-        # peer -> its open call, the group that its last round of that call was, and what a member
-        # of it weighs in the next.
-        self._shares: dict[str, tuple[str, bytes, float]] = {}
+        self._swept: dict[str, tuple[str, Round]] = {}  # peer -> its open call, its last round
         self._groups: dict[bytes, Group] = {}
         self._reducers: dict[bytes, tuple[int, ...]] = {}
         self._contributions: dict[bytes, dict[int, tuple[float, Vector]]] = {}
@@ -176,7 +174,7 @@ class Checks:
         match effect:
             case LoadSnapshot():
                 self._loaded[node.peer_id] = (self._now(), effect.version)
-                self._shares.pop(node.peer_id, None)  # what it holds now is not what it weighed
+                self._swept.pop(node.peer_id, None)  # what it holds now is not what it weighed
             case RefreshSnapshot() if not self._recent.get(node.peer_id):
                 # A run of one peer: its own rounds count, and nothing moves.
                 self._loaded[node.peer_id] = (self._now(), effect.version)
@@ -328,25 +326,25 @@ class Checks:
         self.bits.opened(node, round_)
 
     def _conserved(self, node: Node, round_: Round) -> None:
-        """Within a sweep the weight of a group whose contributions all arrived is spread evenly
-        over its members, so that the total is the same in every round."""
-        token, group_id, share = self._shares.pop(node.peer_id, ("", b"", 0.0))
-        open_ = any(trainer.token == token for trainer in node.trainers)
-        if group_id and open_ and not math.isclose(round_.weight, share, rel_tol=RTOL):
-            before = group_id.hex()[:8]
-            self.fail(f"weighs {round_.weight} after {before}, which left {share} to each", node)
+        """Within a sweep the weight that a group averaged is spread evenly over its members, so
+        that the total is the same in every round where all contributions arrived.
 
-    def _spread(self, node: Node, round_: Round) -> None:
-        """It holds the results of a round; remember what it weighs in the next of the same call."""
-        everybody = {
-            index for index, member in enumerate(round_.group.members) if member.weight > 0.0
-        }
-        whole = [set(payload.contributors) == everybody for payload in round_.results.values()]
+        It is the weight of whoever is in what lies in the bucket now, at the end of the round
+        before: Parity may have repaired a part to a result of fewer since it was settled.
+        """
+        token, before = self._swept.pop(node.peer_id, ("", None))
+        if before is None or not any(trainer.token == token for trainer in node.trainers):
+            return
+        share = _left_to_each(before, self._options.parts)
+        if share is not None and not math.isclose(round_.weight, share, rel_tol=RTOL):
+            name = before.group.group_id.hex()[:8]
+            self.fail(f"weighs {round_.weight} after {name}, which left {share} to each", node)
+
+    def _sweeps(self, node: Node, round_: Round) -> None:
+        """It holds the results of a round; remember where its next in the same call comes from."""
         token = next((it.token for it in node.trainers if it.name in round_.buckets), "")
-        if token and len(whole) == self._options.parts and all(whole):
-            total = math.fsum(member.weight for member in round_.group.members)
-            share = total / len(round_.group.members)
-            self._shares[node.peer_id] = (token, round_.group.group_id, share)
+        if token:
+            self._swept[node.peer_id] = (token, round_)
 
     def averaged(self, node: Node, round_: Round, part: int, payload: Payload) -> None:
         """The dumb twin."""
@@ -382,7 +380,7 @@ class Checks:
         recent[round_.group.group_id] = (self._now(), round_)
         if len(recent) > ROUNDS_KEPT:
             del recent[next(iter(recent))]
-        self._spread(node, round_)
+        self._sweeps(node, round_)
         self._holds(node, round_, list(round_.buckets))
 
     def _in_place(self, node: Node, group_id: bytes, trainer: str = "") -> None:
@@ -428,6 +426,17 @@ def _with_others(round_: Round) -> bool:
     """Is anything but our own contribution in the results?"""
     own = (round_.index,)
     return any(payload.contributors != own for payload in round_.results.values())
+
+
+def _left_to_each(round_: Round, parts: int) -> float | None:
+    """What each member weighs after this round: the weight of those that are in every part, spread
+    over all. None where a part has no result, which a member may not be sure of yet."""
+    if len(round_.results) < parts:
+        return None
+    members = round_.group.members
+    masks = [set(payload.contributors) for payload in round_.results.values()]
+    inside = (one.weight for index, one in enumerate(members) if all(index in m for m in masks))
+    return math.fsum(inside) / len(members)
 
 
 # -- transcripts -----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from moshpitd.core.outcome import Outcome, Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.sim.checks import Violation
 from moshpitd.sim.faults import Options
-from moshpitd.sim.nodes import MakePeer
+from moshpitd.sim.nodes import MakePeer, Node
 from moshpitd.sim.world import World
 
 TWO = Options(seed=4, peers=2, parts=2, join_spread_s=0.0, compute_sigma=0.0, goal=1, bound_s=100.0)
@@ -405,6 +405,34 @@ def test_weight_that_comes_from_nowhere_between_two_rounds_is_caught() -> None:
     with pytest.raises(Violation, match=r"weighs 1.5 after 67726f75, which left 1.0 to each"):
         world_of(Gainer).run()
     assert world_of(Sweeper).run().outcomes == {"complete": 2}
+
+
+class Halved(Sweeper):
+    share = 0.5
+
+    def end(self, group_id: bytes, call: Contributed, outcome: Outcome) -> list[Effect]:
+        return super().end(group_id, call, replace(outcome, total_weight=2.0 * self.share))
+
+
+@pytest.mark.parametrize("kind, holds", [(Halved, True), (Sweeper, False)])
+def test_the_weight_after_a_repair_is_that_of_the_result_that_was_put_in_place(
+    kind: type[Sweeper], holds: bool
+) -> None:
+    """Both say Parity with both contributions in their results. Then a part is repaired to a result
+    that has only the first's: half of its weight is left to each."""
+    world = world_of(kind)
+
+    def repair(node: Node, what: Event | Effect) -> None:
+        if isinstance(what, Close) and what.group_id == b"group 1":
+            round_ = node.plane.rounds[what.group_id]
+            round_.results[0] = replace(round_.results[0], contributors=(0,))
+
+    world.watchers.append(repair)
+    if holds:
+        assert world.run().outcomes == {"complete": 2}
+        return
+    with pytest.raises(Violation, match=r"weighs 1.0 after 67726f75, which left 0.5 to each"):
+        world.run()
 
 
 # -- liars about meetings --------------------------------------------------------------------------
