@@ -262,10 +262,10 @@ class Round:
             if not owes or lane.gone is not None or index == self.index:
                 continue
             # Written like `deadline`, so that both round alike.
-            muted_at = lane.progress_at + self.params.part_timeout_s
+            muted_at = self.lateness.given_up_at(index)
             gone_at = lane.progress_at + self.params.result_timeout_s
             if lane.owes_parts and lane.muted is None and now >= muted_at:
-                self._mute(index, Reason.SILENT)
+                self._mute(index, self.lateness.give_up(index))
             if lane.owes_results and now >= gone_at:
                 self._exclude(index, Reason.SILENT)
         if now >= self.deadline_at and self.parity_sent_at is None:
@@ -279,7 +279,7 @@ class Round:
             if not owes or lane.gone is not None or index == self.index:
                 continue
             if lane.owes_parts and lane.muted is None:
-                times.append(lane.progress_at + self.params.part_timeout_s)
+                times.append(self.lateness.given_up_at(index))
             if lane.owes_results:
                 times.append(lane.progress_at + self.params.result_timeout_s)
         if self.audits.until is not None:

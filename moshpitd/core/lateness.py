@@ -36,6 +36,8 @@ SLACK_S = 0.2
 """At least so long a slow member's last message is waited for: a look's time, and a round trip."""
 SLACK_LOOKS = 2
 """Looks after most were done before a slow member is left out: the first may come at once."""
+SPARE = 1 / 3
+"""Of the time between `part_timeout_s` and `result_timeout_s`, for whose parts are on their way."""
 GROWTH = 0.125
 """What is offered grows by so much after a round in time, by twice as much after the next: back at
 everything within seven rounds from a tenth, and a slow link is tried rarely."""
@@ -108,6 +110,7 @@ class Lateness:
     quiet: Quiet
     started: float
     looks: int = 0  # since most were done
+    judged_at: float | None = None  # when we listened last
     found: dict[int, int] = field(default_factory=dict)  # member -> its share in thousandths
     withheld: dict[int, bool] = field(default_factory=dict)  # parts that we do not contribute to
     asked: dict[int, bool] = field(default_factory=dict)  # members that our parts went to
@@ -171,6 +174,7 @@ class Lateness:
         """Members that are left out of what they have not delivered. Not `calm`: somebody died and
         parts are on their way to other reducers, or we stood still; then no time says anything."""
         st = self.st
+        self.judged_at = st.now
         needed = self._needed_s() if calm and st.awaiting else None
         if needed is None:
             self.looks = 0
@@ -188,6 +192,44 @@ class Lateness:
                 self._find(index, lane, needed)
                 late.append(index)
         return late
+
+    def given_up_at(self, index: int) -> float:
+        """When a member of which nothing whole comes is not waited for any more.
+
+        `part_timeout_s` after the last, if it is not heard. Who is heard may be sending: a part
+        takes its time on a line that those for all others share. It is given up when `judge` would
+        leave out one that has begun; at the latest after SPARE of the time that then is left until
+        the others give us up, because the result has to get to all of them too.
+        """
+        st, lane = self.st, self.st.lanes[index]
+        silent_s, useless_s = st.params.part_timeout_s, st.params.result_timeout_s
+        at = lane.progress_at + silent_s
+        if st.now < at or not self._heard(lane):
+            return at
+        last, needed = at + SPARE * (useless_s - silent_s), self._needed_s()
+        if needed is None:
+            return last
+        return max(at, min(last, self.started + self._bound_s(needed, silent_s)))
+
+    def give_up(self, index: int) -> Reason:
+        """It is not waited for any more. Who is heard is told that it is late, or it would be left
+        out of the next rounds like of this one, whatever it offers."""
+        lane = self.st.lanes[index]
+        if not self._heard(lane):
+            return Reason.SILENT
+        needed = self._needed_s()
+        if needed is not None:
+            self._find(index, lane, needed)
+        return Reason.SLOW
+
+    def _heard(self, lane: Lane) -> bool:
+        """Do we listen, and does its link say that it lives?"""
+        if self.judged_at is None or lane.unheard >= LOOKS:
+            return False
+        return self.st.now - self.judged_at < self.st.params.silence_min_s
+
+    def _bound_s(self, needed: float, patience: float) -> float:
+        return max(needed * self.st.params.slow_ratio, needed + patience)
 
     def _contributors(self) -> list[int]:
         return [i for i in self.st.others() if self.st.group.members[i].weight > 0]
@@ -221,7 +263,7 @@ class Lateness:
         patience = params.part_timeout_s
         if not leave_out:
             patience = self.quiet.limit_s(self.st.group.members[index].peer_id)
-        return self.looks >= LOOKS and took > max(needed * params.slow_ratio, needed + patience)
+        return self.looks >= LOOKS and took > self._bound_s(needed, patience)
 
     def _find(self, index: int, lane: Lane, needed: float) -> None:
         if index in self.found:

@@ -407,6 +407,73 @@ def test_a_part_that_is_taken_over_does_not_wait_for_a_slow_member_either() -> N
     assert dict(outcome.seconds)["exchange"] < PARTS * SLOW_S / 4
 
 
+# -- a line so slow that the first part takes longer than silence is borne
+
+LINE_S = 1.2  # for one part, of everybody: seven send six each
+WITHIN_S = 2.0  # of one that is slower and within `slow_ratio`: its seventh is there at 14 s
+
+
+def modem(up_s: float) -> Wires:
+    """Seven parts, one reduced by each of the fast, in order: each waits for a part of all others,
+    and the last of them for the last that the slow one sends."""
+    wires = eight(parts=len(FAST))
+    for name in FAST:
+        wires.up[name] = LINE_S
+    wires.up[SLOW] = up_s
+    return wires
+
+
+def test_who_is_heard_and_within_the_ratio_is_inside_however_late_its_first_part_comes() -> None:
+    wires = modem(WITHIN_S)
+    assert len(FAST) * WITHIN_S > wires.params.part_timeout_s
+    for _ in range(3):
+        ended = wires.round()
+        assert all(outcome.status is Status.COMPLETE for outcome, _ in ended.values())
+    assert wires.mixed(SLOW) == list(range(len(FAST)))
+    assert not wires.named("member_excluded")
+    assert not wires.named("offers_less")
+
+
+def test_who_is_heard_and_brings_nothing_whole_in_time_learns_it_and_offers_less() -> None:
+    """Nothing of it is whole before it is given up: an uplink that all its links share evenly."""
+    wires = modem(4.0)
+    wires.stalled[SLOW] = 16.0
+    ended = wires.round(awaited=FAST)
+    assert {ended[name][0].excluded for name in FAST} == {((SLOW, Reason.SLOW),)}
+    wires.go()
+    wires.stalled[SLOW] = 16.0
+    wires.round()
+    assert not wires.named("offers_less")
+    said = [m for m in wires.said(Parity, to=SLOW) if isinstance(m, Parity)]
+    assert all(m.late for m in said)
+    for _ in range(4):
+        wires.round()
+        assert wires.mixed(SLOW)
+    assert len(wires.named("offers_less")) == 4
+
+
+def test_who_is_heard_and_never_sends_costs_one_wait_that_ends_before_the_others() -> None:
+    wires = modem(FAST_S)
+    wires.stalled[SLOW] = 1000.0
+    ended = wires.round(awaited=FAST)
+    for outcome, took in (ended[name] for name in FAST):
+        assert outcome.excluded == ((SLOW, Reason.SLOW),)
+        assert outcome.parts_without_result == ()
+        assert took < wires.params.result_timeout_s
+    assert not wires.named("takeover_started")
+
+
+def test_who_is_not_heard_is_silent_as_soon_as_ever() -> None:
+    wires = modem(FAST_S)
+    wires.stalled[SLOW] = 1000.0
+    wires.listens = lambda who: False
+    ended = wires.round(awaited=FAST)
+    for name in FAST:
+        assert ended[name][0].excluded == ((SLOW, Reason.SILENT),)
+    at = {note.reason for _, note in wires.named("member_excluded")}
+    assert at == {Reason.SILENT.value}
+
+
 # -- a slow listener
 
 
