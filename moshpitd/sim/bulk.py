@@ -387,7 +387,7 @@ class Bulk:
     def _close(self, node: Node, effect: Close) -> None:
         round_ = node.plane.rounds.pop(effect.group_id, None)
         if round_ is not None:
-            node.plane.closed[effect.group_id] = self._world.now
+            self._wire.close(node, effect.group_id)
             self._checks.closed(node, round_)
 
     def _round_of(

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Any
 
+from moshpitd.core.grid import sides_for
 from moshpitd.core.params import Params
 
 
@@ -203,18 +204,45 @@ def draw(
     options = replace(Options(seed=seed, peers=peers, faults_s=faults_s), **chosen)
     if options.rounds == 0:  # a sweep waits a window and exchanges once per side of the grid
         options = replace(options, call_timeout_s=max(options.call_timeout_s, 60.0))
-    # A round that cannot be over within its call is a setting that nobody would keep.
-    bits = 8e-6 * options.parts * options.part_bytes
-    least = 6.0 * bits / (options.up_ratio * min(options.call_timeout_s, 30.0))
-    options = replace(options, rate_mbps=max(options.rate_mbps, least))
+    group = max_group or stream(seed, "option", "max_group").choice((8, 16))
+    options = replace(options, params=replace(Params(), max_group=group))
+    options = _in_time(options)
     # Phase two lasts as long as the slowest computes, while everybody else goes on.
     options = replace(options, straggle=min(options.straggle, 16.0 / options.compute_s))
     # The slowest has to compute for its rounds too: straggler, hiccup, 3 sigma of its machine.
     slowest = options.compute_s * math.exp(3.0 * options.compute_sigma)
     slowest *= options.straggle if options.stragglers or options.hiccups else 1.0
-    options = replace(options, bound_s=options.bound_s + 2.0 * options.goal * slowest)
-    group = max_group or stream(seed, "option", "max_group").choice((8, 16))
-    return replace(options, params=replace(Params(), max_group=group))
+    return replace(options, bound_s=options.bound_s + 2.0 * options.goal * slowest)
+
+
+RESULTS = 1.25
+"""Of the time in which a peer sends its whole contribution, for the results of one part to fifteen
+others, of twelve parts: what a reducer has yet to do when the last contribution is there."""
+
+
+def _in_time(options: Options) -> Options:
+    """Rates with which rounds can be complete: a round that cannot be over within its call is a
+    setting that nobody would keep, and who is too slow for the others is left out for good reason
+    (DESIGN 7), so of nobody complete rounds could be asked."""
+    params, call_s = options.params, options.call_timeout_s
+    bits = 8e-6 * options.parts * options.part_bytes
+    least = 6.0 * bits / min(call_s, 30.0)  # Mbit/s of the median's uplink
+
+    def slowest(options: Options) -> float:  # uplink, of some hundred: 3 sigma
+        return math.exp(3.0 * math.hypot(options.rate_sigma, options.up_sigma))
+
+    if bits * slowest(options) > params.silence_min_s * options.up_ratio * options.rate_mbps:
+        # Seconds, so within `slow_ratio` of the others, and in an order that no queue turns round.
+        options = replace(options, up_sigma=min(options.up_sigma, 0.2), parts_overtake=True)
+        # Its last part is there before it would be silent ...
+        least = max(least, bits * slowest(options) / params.part_timeout_s)
+        if options.rounds == 0:
+            # ... and a sweep waits a window for each line and for the last messages, and exchanges;
+            # a fifth is left for what goes wrong.
+            lines = len(sides_for(options.peers, params.max_group))
+            spare_s = 0.8 * call_s / lines - params.window_s - params.parity_timeout_s
+            least = max(least, bits * (slowest(options) + RESULTS) / spare_s)
+    return replace(options, rate_mbps=max(options.rate_mbps, least / options.up_ratio))
 
 
 def _sometimes(chance: float, low: float, high: float) -> Callable[[Random], float]:

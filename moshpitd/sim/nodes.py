@@ -150,6 +150,7 @@ class Plane:
     down_mbps: float
     up_free: float = 0.0
     down_free: float = 0.0
+    queued: dict[bytes, float] = field(default_factory=dict)  # by group: its last part has left
     rounds: dict[bytes, Round] = field(default_factory=dict)
     copy_version: int = -1
     copy: Vector | None = None  # the donor copy

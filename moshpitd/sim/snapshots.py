@@ -99,7 +99,7 @@ class Snapshots:
         node.plane.incoming.pop(effect.nonce, None)
         node.plane.outgoing.pop(effect.nonce, None)
         node.plane.early.pop(effect.nonce, None)
-        node.plane.closed[effect.nonce] = self._world.now
+        self._wire.close(node, effect.nonce)
 
     def load(self, node: Node, effect: LoadSnapshot) -> None:
         if effect.nonce:

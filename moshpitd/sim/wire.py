@@ -60,7 +60,7 @@ class Wire:
         the group or transfer and the incarnation that the link was made to."""
         bits, now = 8.0 * self._options.part_bytes, self._world.now
         departs = max(now, node.plane.up_free) + bits / (node.plane.up_mbps * 1e6)
-        node.plane.up_free = departs
+        node.plane.up_free = node.plane.queued[stamp[0]] = departs
         here = departs + self._links.latency(node.index, other.index)
         sender = (node, node.incarnation, departs)
         if self._options.parts_overtake:
@@ -70,17 +70,34 @@ class Wire:
         self._world.later(arrives - now, self._arrive, sender, other, stamp, call, args)
         return departs
 
+    def close(self, node: Node, key: bytes) -> None:
+        """What is queued for this round or transfer does not leave, and what comes now does not
+        wait for it. (What was queued behind it leaves when it would have.)"""
+        plane, now = node.plane, self._world.now
+        plane.closed[key] = now
+        plane.queued.pop(key, None)
+        plane.queued = {one: departs for one, departs in plane.queued.items() if departs > now}
+        plane.up_free = max(plane.queued.values(), default=min(plane.up_free, now))
+
     def _taken(self, other: Node, here: float) -> float:
         """When a part that is at the far end of the link at `here` is through the downlink."""
         took = 8.0 * self._options.part_bytes / (other.plane.down_mbps * 1e6)
         other.plane.down_free = max(here, other.plane.down_free + took)
         return other.plane.down_free
 
-    def _land(self, sender: tuple[Node, int, float], other: Node, *rest: Any) -> None:
+    def _land(
+        self,
+        sender: tuple[Node, int, float],
+        other: Node,
+        stamp: tuple[bytes, int],
+        *rest: Any,
+    ) -> None:
         """At the other end of the link: through its downlink in the order in which parts get there,
         or one that a slow sender has queued would hold up all that are sent later."""
+        if _unsent(sender, stamp[0]):
+            return
         now = self._world.now
-        self._world.later(self._taken(other, now) - now, self._arrive, sender, other, *rest)
+        self._world.later(self._taken(other, now) - now, self._arrive, sender, other, stamp, *rest)
 
     def _arrive(
         self,
@@ -91,10 +108,8 @@ class Wire:
         args: tuple[Any, ...],
     ) -> None:
         (node, incarnation, departs), (key, linked_to) = sender, stamp
-        if node.incarnation != incarnation and departs > node.died_at:
-            return  # it was still queued when its daemon died
-        if node.incarnation == incarnation and departs > node.plane.closed.get(key, departs):
-            return  # Close took it out of the queue
+        if _unsent(sender, key):
+            return
         if other.peer is None:
             return  # `died` has told the sender, or will
         if (stuck := self._stuck_s(node, other, departs)) > 0.0:
@@ -154,6 +169,14 @@ class Wire:
     def work_s(self) -> float:
         """Encoding, averaging or copying one part."""
         return self._options.part_bytes / MEMORY_BYTES_PER_S
+
+
+def _unsent(sender: tuple[Node, int, float], key: bytes) -> bool:
+    """Was it still queued when its daemon died, or did Close take it out?"""
+    node, incarnation, departs = sender
+    if node.incarnation != incarnation:
+        return departs > node.died_at
+    return departs > node.plane.closed.get(key, departs)
 
 
 def _forget(early: Early, key: bytes) -> None:

@@ -414,7 +414,7 @@ class Halved(Sweeper):
         return super().end(group_id, call, replace(outcome, total_weight=2.0 * self.share))
 
 
-@pytest.mark.parametrize("kind, holds", [(Halved, True), (Sweeper, False)])
+@pytest.mark.parametrize(("kind", "holds"), [(Halved, True), (Sweeper, False)])
 def test_the_weight_after_a_repair_is_that_of_the_result_that_was_put_in_place(
     kind: type[Sweeper], holds: bool
 ) -> None:
