@@ -42,7 +42,8 @@ class Params:
     1.2 s."""
     part_timeout_s: float = 10.0
     """A sender from which nothing arrived for so long is left out of the parts it has not finished.
-    """
+    One whose link is heard may be sending, and is left out when it is too slow (`slow_ratio`), at
+    the latest half as long again after its last part."""
     slow_ratio: float = 3.0
     """A member that needs so many times what most others need to deliver its contribution (and
     longer than silence would be borne) is slow: told so twice in a row it offers fewer parts, and
