@@ -262,9 +262,8 @@ class Round:
             if not owes or lane.gone is not None or index == self.index:
                 continue
             # Written like `deadline`, so that both round alike.
-            muted_at = self.lateness.given_up_at(index)
             gone_at = lane.progress_at + self.params.result_timeout_s
-            if lane.owes_parts and lane.muted is None and now >= muted_at:
+            if lane.owes_parts and lane.muted is None and now >= self.lateness.given_up_at(index):
                 self._mute(index, self.lateness.give_up(index))
             if lane.owes_results and now >= gone_at:
                 self._exclude(index, Reason.SILENT)
@@ -423,7 +422,8 @@ class Round:
         if comparison.open(now):
             return
         if not comparison.judged:
-            for index in comparison.judge(now):
+            last = self.deadline_at + (2 - self.expired) * self.params.parity_timeout_s
+            for index in comparison.judge(now, last):
                 st.lanes[index].parity = None  # it says Parity again when it has what it lacked
             if comparison.repairs:
                 return

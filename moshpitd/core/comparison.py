@@ -105,12 +105,14 @@ class Comparison:
         lanes = enumerate(self.st.lanes)
         return all(self.said.get(i) == parts for i, lane in lanes if lane.gone is None)
 
-    def judge(self, now: float) -> list[int]:
+    def judge(self, now: float, last: float) -> list[int]:
         """Ask for what the majority holds otherwise, give up what no majority holds; returns the
-        members that have to as well."""
+        members that have to as well. `last`: whoever waits for our call waits no longer; what is
+        not repaired by then keeps local values, and who has not said so by then is not agreed
+        with."""
         st = self.st
         self.judged = True
-        self.until = now + st.params.parity_timeout_s
+        self.until = min(now + st.params.parity_timeout_s, max(now, last))
         parts = st.parts()
         voters = [i for i in self.votes if self.said[i] == parts and (i == st.index or st.alive(i))]
         needy: dict[int, bool] = {}

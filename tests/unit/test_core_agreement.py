@@ -12,7 +12,7 @@ import pytest
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.messages import Parity, Resend
+from moshpitd.core.messages import Crcs, Parity, Resend
 from moshpitd.core.outcome import Reason, Status
 from moshpitd.core.succession import Succession
 from tests.kit.hands import Result, crc_of
@@ -149,6 +149,38 @@ def test_a_part_that_was_given_up_stays_so_whatever_comes_for_it() -> None:
         outcome = it.outcome(name)
         assert (outcome.status, outcome.parts_without_result) == (Status.PARTIAL, (1,))
         assert set(outcome.agreed) == {"p00", "p01"}
+
+
+def test_a_difference_that_comes_up_after_the_end_of_the_call_holds_nobody_for_long() -> None:
+    """All run into their calls' end, because one part lacks a contribution. Then they compare, and
+    p00 hears of it late, and never that the others are through. Their trainers wait meanwhile."""
+    timeout_s, part = 8.0, 5
+    it = swarm(4, parts=8, timeout_s=timeout_s)
+    hands = it.hands
+    waits_s = hands.params.parity_timeout_s
+    hands.lie = lambda name, to, at, value: (
+        value + 1.0 if at == 3 and name == "p03" and to in ("p00", "p01") else value
+    )
+    hands.hold = lambda sender, to, message: to == "p00" and isinstance(message, Parity | Crcs)
+
+    def drop(sender: str, to: str, what: object) -> bool:
+        if not isinstance(what, tuple) or what[1] != part:
+            return False
+        return (sender, to) == ("p02", "p01") or to == "p00" != sender
+
+    hands.drop = drop
+    it.begun()
+    assert it.reducers()[part] == 1
+    assert it.reducers()[3] == 3
+    calls_at = hands.calls[it.tokens["p00"]][2]
+    hands.run(until_s=calls_at + 0.75 * waits_s)
+    hands.held = [held for held in hands.held if held[0] == "p02"]
+    hands.release()
+    hands.finish()
+    assert hands.said(Crcs, sender="p00")
+    assert it.outcome("p00").parts_without_result == (3, part)
+    assert hands.ended_at[it.tokens["p00"]] == pytest.approx(calls_at + 2.0 * waits_s, abs=0.01)
+    agrees(it, list(it.tokens))
 
 
 @pytest.mark.parametrize("seed", range(60))
