@@ -39,8 +39,12 @@ def allreduce(
         str, typer.Option(help="links.security: tls, or authenticated where it is built in.")
     ] = "",
     in_place: Annotated[
-        bool, typer.Option("--in-place/--copies", help="Our trainers' tensors live in the buckets.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--in-place/--copies",
+            help="Whether our trainers' tensors live in the buckets, as gloo's stay in place.",
+        ),
+    ] = True,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
