@@ -49,7 +49,7 @@ class Difference:
     one: Node
     other: Node
     since: float
-    too_late: bool = False  # they had told each other the same, and for one the round was over
+    too_late: bool = False  # for one of them the round was over: it cannot be repaired any more
 
     def __str__(self) -> str:
         pair = f"{self.one.peer_id} and {self.other.peer_id}"
@@ -75,7 +75,6 @@ class Bits:
         self._in: dict[str, dict[bytes, Side]] = {}  # peer -> rounds that are not over for it
         # group -> (who told, whom) -> when first
         self._told: dict[bytes, dict[tuple[str, str], float]] = {}
-        self._compared: dict[bytes, set[tuple[str, str]]] = {}  # pairs that told each other
         self._claims: dict[bytes, dict[str, _Claim]] = {}
         self._open: dict[tuple[bytes, int, str, str], Difference] = {}
 
@@ -153,9 +152,6 @@ class Bits:
             return []
         yours = sides[other]
         one, two = sorted((node.peer_id, other))
-        compared = self._compared.setdefault(group_id, set())
-        again = (one, two) in compared
-        compared.add((one, two))
         found = [p for p in mine.held.keys() & yours.held.keys() if self._differ(mine, yours, p)]
         if not found:
             return []
@@ -166,7 +162,7 @@ class Bits:
                 self._fail(f"holds other bits of part {part} than {other}", node)
             key = (group_id, part, one, two)
             if key not in self._open and yours.died_at == math.inf:
-                nodes, late = (sides[one].node, sides[two].node), again and yours.round_ is None
+                nodes, late = (sides[one].node, sides[two].node), yours.round_ is None
                 self._open[key] = Difference(group_id, part, *nodes, self._now(), late)
                 new.append(self._open[key])
         return new
