@@ -7,7 +7,6 @@ with it. A part whose accumulator fails is without a result and says so.
 from __future__ import annotations
 
 import logging
-import math
 from typing import NamedTuple
 
 from moshpitd.core.events import Averaged, Event, PartArrived, PartFailed
@@ -18,7 +17,6 @@ from moshpitd.daemon.shared import Shared, encode_failure, members_in
 from moshpitd.net.checksum import crc32
 from moshpitd.tensors.codecs import RAW
 from moshpitd.tensors.codecs.compiled import Coded
-from moshpitd.tensors.feedback import LOSSY_DTYPE
 from moshpitd.tensors.kernels import sum_into
 from moshpitd.tensors.layout import Part
 from moshpitd.tensors.mapped import Rooms, Tensor, bytes_of, untyped
@@ -190,14 +188,10 @@ class Reducer:
             own = shared.scratch.take("own", numel=part.numel, dtype=part.dtype)
             feedback = shared.feedback(part, result=False)
             values = shared.local.contribution(part)
-            squared = math.nan
-            if feedback is not None:
-                # Nothing is lost of what does not travel, and what was lost before is in it.
-                squared = feedback.give(part, values, own)
-            elif part.dtype == LOSSY_DTYPE:
+            if feedback is None:
                 squared = sum_into(values, None, own)
-            else:
-                own.copy_(values)
+            else:  # nothing is lost of what does not travel, and what was lost before is in it
+                squared = feedback.give(part, values, own)
             failure = shared.local.unusable()
             if failure is not None and feedback is not None:
                 feedback.withdraw(part)

@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -42,10 +43,12 @@ class Stream(Protocol):
         """What does it; empty if nothing does."""
         ...
 
+    @abstractmethod
     def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
         """Fill the view; less only at the end of the stream. `timeout_s` bounds each wait."""
         ...
 
+    @abstractmethod
     def write(
         self,
         pieces: Sequence[memoryview],
@@ -61,42 +64,10 @@ class Stream(Protocol):
     ) -> tuple[int, int]:
         """Fill the view behind its first `got` bytes, which are whole segments, and take the byte
         MORE before each that follows another. (up to where it is filled, -1), or the value of
-        another byte that stood there; less than all and -1: the stream ended."""
-        ...
+        another byte that stood there; less than all and -1: the stream ended.
 
-    def write_segments(
-        self,
-        head: bytes,
-        body: memoryview,
-        start: int,
-        *,
-        urgent: bytearray = NEVER,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Hand over `head` and the segment of the body that begins at `start`, then, each behind
-        its MORE, those that follow, at least until `urgent[0]` is set. Returns where to go on."""
-        ...
-
-
-class BySegment:
-    """The segments of a stream one by one: with caps, in a handshake, and where nothing was
-    compiled."""
-
-    def read_into(self, view: memoryview, timeout_s: float | None = None) -> int:
-        raise NotImplementedError
-
-    def write(
-        self,
-        pieces: Sequence[memoryview],
-        timeout_s: float | None = None,
-        *,
-        urgent: bool = False,
-    ) -> None:
-        raise NotImplementedError
-
-    def read_segments(
-        self, view: memoryview, got: int, timeout_s: float | None = None
-    ) -> tuple[int, int]:
+        Here one by one: with caps, in a handshake, and where nothing was compiled.
+        """
         mark = memoryview(bytearray(1))
         while got < len(view):
             if got and self.read_into(mark, timeout_s) == 0:
@@ -119,12 +90,15 @@ class BySegment:
         urgent: bytearray = NEVER,
         timeout_s: float | None = None,
     ) -> int:
+        """Hand over `head` and the segment of the body that begins at `start`, then, each behind
+        its MORE, those that follow, at most until `urgent[0]` is set; here only the first. Returns
+        where to go on."""
         piece = body[start : start + SEGMENT_BYTES]
         self.write((memoryview(head), piece), timeout_s)
         return start + len(piece)
 
 
-class PlainStream(BySegment):
+class PlainStream(Stream):
     """The socket as it is. `ahead` was read before this was made and comes first."""
 
     sealed = False
@@ -174,7 +148,7 @@ class PlainStream(BySegment):
             raise LinkBroken(cause(error)) from None
 
 
-class TlsStream(BySegment):
+class TlsStream(Stream):
     """TLS over a socket. Invariant: the lock is held whenever the SSL object or its two memories
     are touched, and never during a call on the socket."""
 
@@ -244,9 +218,9 @@ class TlsStream(BySegment):
         wire = self.wire
         if self._compiled is not None and timeout_s is None and wire.down is None:
             try:
-                return self._compiled.receive(wire.descriptor, view, self._small_room, wire.heard)[
-                    0
-                ]
+                room, heard = self._small_room, wire.heard
+                got, _ = self._compiled.receive(wire.descriptor, view, room, heard)
+                return got
             except (OSError, ValueError) as error:
                 raise LinkBroken(cause(error)) from None
         got, wanted = 0, len(view)

@@ -49,8 +49,8 @@ def address(values: Tensor | None, numel: int, dtype: torch.dtype = torch.float3
 
 
 def sum_into(values: Tensor, added: Tensor | None, out: Tensor) -> float:
-    """out = values + added, or a copy (1-D float32, equal length); returns its squared norm, which
-    is not finite if a value is not, or NaN where nobody looked."""
+    """out = values + added, or a copy (1-D, equal length and dtype); returns its squared norm,
+    which is not finite if a value is not, or NaN where nobody looked (all but float32)."""
     if takes(values, added, out) and values.is_contiguous() and values.dtype == torch.float32:
         numel = out.numel()
         where = (address(values.detach(), numel), address(added, numel), address(out, numel))

@@ -111,16 +111,15 @@ class PartAccumulator:
             )
         with self._lock:
             total = self.total_weight + weight
+            share, rest = weight / total, self.total_weight / total
             if self._state is None:
                 self._state = self._new()
                 values.decode(self._state)
             elif self._small:
-                share, rest = weight / total, self.total_weight / total
                 values.mix(self._state, share=share, rest=rest)
             else:
                 room = scratch(self.numel, torch.float32, self._state.device, name="coded")
                 values.decode(room)
-                share, rest = weight / total, self.total_weight / total
                 _mix(self._state, room, share=share, rest=rest)
             self.total_weight = total
             self.count += 1
