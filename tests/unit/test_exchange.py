@@ -33,7 +33,7 @@ from moshpitd.errors import ConfigError, LocalProtocolError
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.links import LinkCallbacks, LinkPool
-from moshpitd.tensors.codecs import CODECS, Codec
+from moshpitd.tensors.codecs import CODECS, Codec, codec_for
 from moshpitd.tensors.layout import Part
 from moshpitd.tensors.mapped import bytes_of
 from tests.kit.planes import (
@@ -544,6 +544,31 @@ def test_a_result_is_checked_before_it_touches_the_bucket(
         assert torch.equal(mine, before)
     plane.exchange.on_frame("peer-1", header, payload)
     assert sum(plane.exchange.dropped.values()) == 1, "accepted once"
+
+
+@pytest.mark.parametrize("kind", [FrameKind.CONTRIBUTION, FrameKind.RESULT])
+def test_an_infinity_in_a_coded_payload_is_used_for_nothing(
+    pair: list[Plane], kind: FrameKind
+) -> None:
+    plane = pair[0]
+    group = group_of(pair, codec="float16")
+    open_round(pair, group)
+    result = kind is FrameKind.RESULT
+    spot = plane.layout.parts[float_part(plane, even=not result)]
+    before = plane.layout.part_view(plane.buckets["t"].data, spot).clone()
+    codec = codec_for("float16", "float32")
+    payload = torch.empty(codec.payload_bytes(spot.numel, "float32"), dtype=torch.uint8)
+    codec.encode(torch.randn(spot.numel), payload)
+    payload[-2:] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)
+    header, body = contribution(
+        plane, group.group_id, spot.index,
+        kind=kind, contributors=3 if result else 0, codec=codec.code, payload=bytes_of(payload),
+    )  # fmt: skip
+    plane.exchange.on_frame("peer-1", header, body)
+    refused = plane.wait(PartRefused, PartArrived, ResultArrived)
+    assert isinstance(refused, PartRefused)
+    assert (refused.reason, refused.result) == (Reason.NOT_FINITE, result)
+    assert torch.equal(plane.layout.part_view(plane.buckets["t"].data, spot), before)
 
 
 # -- early frames ---------------------------------------------------------------------------------

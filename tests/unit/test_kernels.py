@@ -365,13 +365,21 @@ def test_an_accumulator_does_not_care_whether_contributions_were_decoded(name: s
 
 @pytest.mark.parametrize("name", ["float16", "int8"])
 def test_what_is_not_small_is_mixed_the_careful_way(name: str) -> None:
-    codec, numel = codec_for(name, "float32"), 64
-    accumulator = PartAccumulator(numel, "float32", "mean")
-    accumulator.add(torch.full((numel,), -LARGEST), 1.0)  # not known to be small
-    found = coded(codec, payload_of(codec, torch.full((numel,), 2.0**63)), numel)
-    assert found is not None
-    accumulator.add_coded(found, 1.0)
-    assert bool(torch.isfinite(accumulator.take()).all())
+    codec, numel = codec_for(name, "float32"), 4096
+    for first in (torch.full((numel,), -LARGEST), torch.randn(numel) * 1e25):
+        payload, decoded = payload_of(codec, torch.randn(numel) * 2.0**60), torch.empty(numel)
+        codec.decode(payload, decoded)
+        found = coded(codec, payload, numel)
+        assert found is not None
+        ours = PartAccumulator(numel, "float32", "mean")
+        twin = PartAccumulator(numel, "float32", "mean")
+        for one in (ours, twin):
+            one.add(first, 1.0)  # not known to be small
+        ours.add_coded(found, 1.0)
+        twin.add(decoded, 1.0, small=True)
+        mean = ours.take()
+        assert bool(torch.isfinite(mean).all())
+        assert torch.equal(mean, twin.take())
 
 
 def test_a_payload_that_lies_is_not_taken_as_it_is() -> None:
