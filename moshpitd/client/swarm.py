@@ -240,7 +240,7 @@ class DaemonAverage:
     def finished(self, result: Result, sent: dict[str, Tensor], weight: int) -> Mean:
         """For a round: what became of it."""
         self._swarm.finished(self.session.run, result)
-        if not result.applied or result.status == "alone":
+        if not result.accepted or result.status == "alone":
             return Mean(dict(sent), dict(sent))
         missing = self._missing(result)
         found = {
@@ -304,7 +304,7 @@ class DaemonRound:
         result: Result | None = None
         for left in reversed(range(ATTEMPTS)):
             result = self._landed()
-            if result is None or (result.applied and result.status != "alone") or not left:
+            if result is None or (result.accepted and result.status != "alone") or not left:
                 break
             self._flight = self._owner.take_off(self._sent, self._weight)
         if result is None:

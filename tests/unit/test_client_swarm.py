@@ -50,6 +50,28 @@ def test_a_round_that_nobody_landed_does_not_write_over_the_next_contribution(
         average.close()
 
 
+def test_a_snapshot_before_a_refused_round_is_no_average(daemon: FakeDaemon) -> None:
+    """A daemon that was restarted catches up in the call; what it loads is of another round."""
+    asked = []
+
+    def refused(call: Round) -> Iterator[Any]:
+        asked.append(call.views()["x"].tolist())
+        call.views()["x"].fill_(9.0)
+        yield result(
+            status="partial", accepted=False, loaded_snapshot=True, group_size=3, participants=2,
+            contributors=[FOUNDER, "other"],
+        )  # fmt: skip
+
+    daemon.answer = refused
+    with attach("test", tensors=[torch.zeros(1)], socket=daemon.socket) as session:
+        average = SwarmOfDaemons(session).averages("g", like={"x": torch.zeros(2)})
+        found = average.average({"x": torch.tensor([2.0, 3.0])})
+        assert found.contributors == ()
+        assert found.tensors["x"].tolist() == [2.0, 3.0]
+        assert asked == [[2.0, 3.0]] * 3, "and it is asked for again"
+        average.close()
+
+
 def test_what_neighbours_say_is_where_the_model_is() -> None:
     """The bucket is in main memory; "meta" stands for a device that cannot compute with it."""
     layout = Layout.from_specs([TensorSpec("a", (2,), "float32"), TensorSpec("b", (3,), "float32")])

@@ -432,6 +432,32 @@ def test_a_peer_that_was_away_catches_up(name: str) -> None:
     assert [optimizer.version for optimizer in pair.optimizers] == [80] * 3
 
 
+@pytest.mark.parametrize("lost", ["contribution", "result"])
+def test_a_comparison_without_the_one_that_was_away_tells_it_nothing(lost: str) -> None:
+    """Two that are equal compare, and it only listens, or hears nothing: it is not brought up to
+    date, and waits for the next comparison."""
+    pair = Pair(ArithmeticSwarm(3), "powersgd", 3)
+    pair.play(8)
+    pair.play(13, peers=[0, 2])
+    number, found = 21 // pair.optimizers[0]._check_every, []
+    if lost == "contribution":
+        pair.swarm.lose_contribution("powersgd.check", round=number, peer=1)
+    else:
+        pair.swarm.lose_result("powersgd.check", round=number, peer=1, tensors=["words"])
+
+    def play(peer: int) -> None:
+        optimizer = pair.optimizers[peer]
+        while peer == 1 and not (optimizer.catch_up() and optimizer.current):
+            found.append((optimizer.current, optimizer.resyncs))
+        while optimizer.version < 40:
+            pair.step(peer)
+
+    pair.swarm.play(play)
+    assert found == [(False, 0)]
+    assert pair.optimizers[1].resyncs == 1
+    assert pair.equal()
+
+
 def test_who_joins_delayed_sgd_opens_all_its_rounds_at_once() -> None:
     """On daemons each is a run, and who opens one at its first use is late for that round."""
     pair = Pair(ArithmeticSwarm(1), "delayed-sgd", 1)

@@ -217,6 +217,11 @@ class Replicated(SwarmOptimizer):
         if len(found.contributors) < 2:
             return False
         self._company = True
+        if not found.whole:
+            # Nothing of ours is in it, or it did not get here: that the others are equal among
+            # themselves, or that our own words are equal to our own, says nothing of us.
+            self.current = False
+            return True
         most, least = found.tensors["words"].chunk(2)
         if torch.equal(most, -least):
             self.current = True
