@@ -136,13 +136,13 @@ class Leg:
         return sum(counts) / max(1, len(counts))
 
     def loss(self, nodes: Sequence[int]) -> float | None:
-        """On the common test set at the end, mean over these nodes."""
+        """On the common test set, over the last half minute; mean over these nodes."""
         losses = [loss for node in nodes for loss in self.diaries[node].losses[-1:]]
         return sum(losses) / len(losses) if losses else None
 
     def loss_spread(self, nodes: Sequence[int]) -> float | None:
-        """Standard deviation between these trainers, who end between two averages: the noise that
-        a difference of losses is held against."""
+        """Standard deviation between these trainers, whose local steps are their own: the noise
+        that a difference of losses is held against."""
         losses = [loss for node in nodes for loss in self.diaries[node].losses[-1:]]
         return statistics.stdev(losses) if len(losses) > 1 else None
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from moshpitd.cli.bench_faults import (
     FREEZE_S,
@@ -18,6 +19,7 @@ from moshpitd.cli.bench_faults import (
     compare,
     plan_faults,
 )
+from moshpitd.testing.bench import learner
 
 NAMES = ["A", "B", "C", "D"]
 
@@ -121,3 +123,19 @@ def test_a_second_life_counts_for_rounds_and_not_for_steps() -> None:
     assert len(it.together(1000.0, 1100.0)) == 2
     it.hear(average(1062.0, "alone", "A", status="alone"))
     assert len(it.together(1000.0, 1100.0)) == 2
+
+
+def test_the_final_loss_is_one_of_whole_cycles_and_not_of_an_instant() -> None:
+    """A model that drifts for nine steps after every average, and an end right after one."""
+    best = torch.nn.Linear(learner.DIMENSIONS, 1, bias=False)
+    cycle = [learner.truth() + 0.05 * drift for drift in range(10)]
+    ends = []
+    for end in (200, 209):
+        final = learner.FinalLoss()
+        for step in range(end + 1):
+            with torch.no_grad():
+                best.weight.copy_(cycle[step % 10])
+            final.note(0.5 * step, best)
+        ends.append(final.mean)
+    near, far = ends
+    assert abs(near - far) < 0.1 * near, "at their instants they are the best and the worst"
