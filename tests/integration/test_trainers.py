@@ -29,7 +29,7 @@ from moshpitd.rpc.calls import Calls
 from moshpitd.rpc.channel import sync_channel
 from moshpitd.rpc.stubs import SERVICE, messages, services
 from moshpitd.testing import LocalSwarm
-from tests.kit.swarm import trainers, until
+from tests.kit.swarm import average, same_bits, trainers, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -320,11 +320,12 @@ async def test_a_drain_is_told_to_trainers_and_ends_the_node() -> None:
             assert not swarm.socket(0).exists()
 
 
-async def test_a_late_trainer_gets_what_the_others_moved() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_a_late_trainer_gets_what_the_others_moved(in_place: bool) -> None:
     tensors = [{"w": torch.full((100,), 1.0), "step": torch.tensor(0)} for _ in range(3)]
     async with (
         LocalSwarm(2, averaging__local_window_s=0.1) as swarm,
-        trainers(swarm, "late", tensors, nodes=[0, 0, 1]) as sessions,
+        trainers(swarm, "late", tensors, nodes=[0, 0, 1], in_place=in_place) as sessions,
     ):
         for own, value, step in zip(tensors, (1.0, 5.0, 3.0), (4, 9, 6), strict=True):
             own["w"].fill_(value)
@@ -334,10 +335,13 @@ async def test_a_late_trainer_gets_what_the_others_moved() -> None:
         late = asyncio.create_task(swarm.call(sessions[1].average))
         await asyncio.sleep(0.2)
         results = [await swarm.call(sessions[2].average), await first, await late]
-    assert [result.participants for result in results] == [2, 2, 2], str(results)
-    assert [result.delta for result in results] == [False, False, True]
-    assert [own["w"][0].item() for own in tensors] == [2.0, 6.0, 2.0]  # 5 + (2 - 1)
-    assert [own["step"].item() for own in tensors] == [6, 9, 6]
+        assert [result.participants for result in results] == [2, 2, 2], str(results)
+        assert [result.delta for result in results] == [False, False, True]
+        assert [own["w"][0].item() for own in tensors] == [2.0, 6.0, 2.0]  # 5 + (2 - 1)
+        assert [own["step"].item() for own in tensors] == [6, 9, 6]
+        again = await average(swarm, sessions)
+        assert [result.accepted for result in again] == [True] * 3, str(again)
+        assert same_bits(tensors)
 
 
 async def test_services_are_those_of_the_proto(swarm: LocalSwarm) -> None:
