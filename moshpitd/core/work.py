@@ -400,7 +400,7 @@ class Conductor:
             self.state.newcomer = False
             self.state.donor.witnesses = tuple(outcome.contributors)
             work.weight = current.mean_weight()
-        elif work.accepted and current.st.results:
+        elif work.accepted and current.st.left_traces():
             # The bucket holds some of a round that is not used, over what was averaged before.
             work.accepted = 0
             self.state.presence.update(version=work.version_before)
