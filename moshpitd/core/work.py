@@ -210,6 +210,8 @@ class Conductor:
             )
             self.state.donor.holds(offer.version, (catch_up.donor,), offer.digest)
             self.state.newcomer = work.loaded = True
+            # It lies over what earlier rounds of this call came to: none of them is spoken for.
+            work.accepted, work.good, work.worst = 0, None, None
             self.state.had_company = True
             work.version_before = offer.version
             for trainer in self.state.trainers:

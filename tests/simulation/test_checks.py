@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 
-from moshpitd.core.effects import Announce, Average, Close, Effect, Finish, Note, Open, Push, Send
+from moshpitd.core.effects import (
+    Announce,
+    Average,
+    Close,
+    Effect,
+    Finish,
+    Linger,
+    LoadSnapshot,
+    Note,
+    Open,
+    Push,
+    Send,
+)
 from moshpitd.core.events import (
     Averaged,
     Contributed,
@@ -580,6 +592,34 @@ def test_a_result_that_is_in_place_is_not_denied_unless_it_was_disputed() -> Non
     with pytest.raises(Violation, match=r"has results in place for parts \[0\]"):
         world_of(Denier).run()
     assert world_of(Disputer).run().outcomes == {"partial": 2, "complete": 2}
+
+
+class Loader(Static):
+    """Its first round lingers, while it loads a snapshot before the call ends."""
+
+    def end(self, group_id: bytes, call: Contributed, outcome: Outcome) -> list[Effect]:
+        if self.calls > 1:
+            return super().end(group_id, call, outcome)
+        loads = LoadSnapshot(b"", 0, (call.trainer,))
+        loaded = replace(ALONE, loaded_snapshot=True)
+        finish = Finish(call.token, call.trainer, loaded)
+        return [Linger(group_id), loads, finish, Close(group_id)]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_bucket_holds_the_results_of_its_round_until_a_snapshot_is_loaded(damaged: bool) -> None:
+    world = world_of(Loader)
+
+    def spoil(node: Node, item: object) -> None:
+        if damaged and isinstance(item, LoadSnapshot):
+            node.trainers[0].bucket[0] += 1e-15
+
+    world.watchers.append(spoil)
+    if not damaged:
+        assert world.run().outcomes == {"alone": 2, "complete": 2}
+        return
+    with pytest.raises(Violation, match="has other values in the bucket"):
+        world.run()
 
 
 # -- damage outside of any peer --------------------------------------------------------------------
