@@ -339,6 +339,13 @@ class Heaviest(Static):
         return replace(group, members=members)
 
 
+class Early(Static):
+    """Ends its call when one part is there, and takes what comes after that."""
+
+    def result(self, part: int, contributors: tuple[int, ...], group_id: bytes) -> None:
+        self.effects.append(Finish(self.call.token, self.call.trainer, ALONE))
+
+
 class Clinging(Static):
     """Never closes a round, although its calls end."""
 
@@ -369,6 +376,7 @@ class Repeater(Static):
         (Weighty, r"reports weight 2.5, that of .* is 2.0"),
         (Heaviest, "opens a group with a weight of 8589934592"),
         (Repeater, "averages part . of epoch 0 twice"),
+        (Early, r"gets a result into the bucket of \['t0.1'\], which it gave back"),
     ],
 )
 def test_a_peer_that_breaks_a_round_is_caught(kind: type[Echo], words: str) -> None:
