@@ -198,7 +198,7 @@ class Standing:
             self.note("part_without_result", reason=reason.value, part=part)
 
     def left_traces(self) -> bool:
-        """Has a result got into the bucket? One that is disputed by now stays there, and is no result."""
+        """Has a result got into the bucket? One that is disputed by now stays there as well."""
         return bool(self.results) or any(why in DISPUTED for why in self.without.values())
 
     def contributors(self) -> dict[int, int]:
