@@ -493,7 +493,7 @@ class Round:
         until = self.lateness.linger_until(now, self.deadline_at)
         self.lateness.learn(until=until)
         lingering = Lingering(self.st, until)
-        if lingering.wanted() and now < lingering.until:
+        if lingering.begins(now):
             self.lingering = lingering
         else:
             without = tuple(sorted(self.st.without))

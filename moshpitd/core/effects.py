@@ -184,6 +184,14 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Linger:
+    """The buckets go back, or to the next round: nothing that comes for this group is taken any
+    more. What we made of its parts and what is queued can still be sent, until `Close`."""
+
+    group_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The round is over for us: free accumulators, payloads and queued pushes of this group.
 
@@ -317,6 +325,7 @@ Effect: TypeAlias = (
     | PushAudit
     | OpenAudit
     | Check
+    | Linger
     | Close
     | FetchSnapshot
     | PushSnapshot

@@ -1,12 +1,13 @@
 """After the end of a round: results stay for slower members, without anybody waiting for them. One
-rule: only while nothing can touch the bucket any more, which is the trainer's again.
+rule: from `Linger` on nothing touches the bucket, which is the trainer's again or the next round's:
+whoever refused what we took may have another take a part over, and send us its result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moshpitd.core.effects import Close, Effect
+from moshpitd.core.effects import Close, Effect, Linger
 from moshpitd.core.messages import Message, Parity
 from moshpitd.core.outcome import Reason
 from moshpitd.core.standing import Standing
@@ -24,11 +25,14 @@ class Lingering:
     def effects(self) -> list[Effect]:
         return self.st.effects
 
-    def wanted(self) -> bool:
-        """May somebody still be reading what we reduced? With a result for every part here, nothing
-        that arrives is put into the bucket any more."""
+    def begins(self, now: float) -> bool:
+        """May somebody still be reading what we reduced, and is there a result of every part?"""
         st = self.st
-        return not st.without and not st.missing and st.index in st.now_reduces and st.unheard()
+        whole = not st.without and not st.missing
+        wanted = whole and st.index in st.now_reduces and st.unheard() and now < self.until
+        if wanted:
+            st.effects.append(Linger(st.group_id))
+        return wanted
 
     def tick(self, now: float) -> None:
         """Let go when everybody was heard, is gone, or had its time."""

@@ -197,6 +197,10 @@ class Standing:
             self.without[part] = reason
             self.note("part_without_result", reason=reason.value, part=part)
 
+    def left_traces(self) -> bool:
+        """Has a result got into the bucket? One that is disputed by now stays there as well."""
+        return bool(self.results) or any(why in DISPUTED for why in self.without.values())
+
     def contributors(self) -> dict[int, int]:
         return {part: held.contributors for part, held in self.results.items()}
 

@@ -210,6 +210,8 @@ class Conductor:
             )
             self.state.donor.holds(offer.version, (catch_up.donor,), offer.digest)
             self.state.newcomer = work.loaded = True
+            # It lies over what earlier rounds of this call came to: none of them is spoken for.
+            work.accepted, work.good, work.worst = 0, None, None
             self.state.had_company = True
             work.version_before = offer.version
             for trainer in self.state.trainers:
@@ -400,7 +402,7 @@ class Conductor:
             self.state.newcomer = False
             self.state.donor.witnesses = tuple(outcome.contributors)
             work.weight = current.mean_weight()
-        elif work.accepted and current.st.results:
+        elif work.accepted and current.st.left_traces():
             # The bucket holds some of a round that is not used, over what was averaged before.
             work.accepted = 0
             self.state.presence.update(version=work.version_before)

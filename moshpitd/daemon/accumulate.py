@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 class Round:
     """The data of one open group.
 
-    Invariant: after `close` returned, no thread writes to a bucket on behalf of this round, so the
-    trainers may have them back.
+    Invariant: after `linger` or `close` returned, no thread writes to a bucket on behalf of this
+    round, so the trainers may have them back, and the next round of a sweep may have them.
     """
 
     kinds = frozenset(
@@ -165,9 +165,15 @@ class Round:
         )
         self._catch_up(frozenset(barred))
 
+    def linger(self) -> None:
+        """The buckets go back; what is made and queued can still be sent. Waits as `close` does."""
+        self._shared.linger()
+        with self._ahead_lock:
+            self._ahead = EarlyFrames()
+
     def settle(self) -> None:
         """The next round begins, while this one only lingers: it was used, and whole."""
-        self._shared.settle()
+        self._shared.overtake()
         self._auditor.close()
 
     def close(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:
@@ -198,7 +204,7 @@ class Round:
         result = header.kind is not FrameKind.CONTRIBUTION
         expected = False
         with shared.lock(part.index):
-            if shared.closed:
+            if not shared.takes:
                 shared.drop("part_closed")
                 return
             if result:
@@ -328,7 +334,7 @@ class Round:
     ) -> None:
         shared = self._shared
         with shared.lock(part.index):
-            if shared.closed:
+            if not shared.takes:
                 return
             if not shared.ledger.may_place(part.index, held.epoch, expected=expected):
                 shared.drop("below_bar")  # barred, or replaced, while this was decoded

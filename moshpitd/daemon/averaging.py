@@ -63,7 +63,7 @@ class Reducer:
         `small` as for accumulators; what is not is decoded."""
         shared = self._shared
         with shared.lock(part.index):
-            if shared.closed or not shared.ledger.is_open(part.index, epoch):
+            if not (shared.takes and shared.ledger.is_open(part.index, epoch)):
                 shared.drop("part_closed")
                 return
             try:
@@ -83,7 +83,7 @@ class Reducer:
         shared = self._shared
         part = shared.layout.parts[index]
         with shared.lock(index):
-            if shared.closed or not shared.ledger.shut(index, epoch):
+            if not (shared.takes and shared.ledger.shut(index, epoch)):
                 return
             try:
                 event = self._average(part, epoch)

@@ -1,7 +1,7 @@
 """The data plane of a node: carries out the effects that move tensors, for all its runs. One rule:
 nothing is decided here; what happened is told to the core as an event, and the core says what next.
 
-Threads: `handle` runs on the daemon's loop and returns at once (Close and LoadSnapshot excepted,
+Threads: `handle` runs on the daemon's loop and returns at once (Linger, Close and LoadSnapshot not,
 because what follows them hands buckets back to trainers). Contributions are encoded in the links'
 writer threads and decoded in their reader threads; averages and copies run in two small pools of
 our own, apart from each other, so that a digest of gigabytes does not hold up a round.
@@ -30,6 +30,7 @@ from moshpitd.core.effects import (
     Effect,
     FetchSnapshot,
     HandOver,
+    Linger,
     LoadSnapshot,
     Open,
     OpenAudit,
@@ -289,6 +290,10 @@ class Exchange:
                 current = run.rounds.get(effect.group_id)
                 if current is not None:
                     self._submit(self._averaging, partial(current.check, effect.part))
+            case Linger():
+                current = run.rounds.get(effect.group_id)
+                if current is not None:
+                    current.linger()
             case Close():
                 self._close(run, effect.group_id, kept=effect.kept, without=effect.without)
             case FetchSnapshot():

@@ -153,8 +153,9 @@ class Sender:
         shared = self._shared
         size = LABEL.size + part.nbytes
         with shared.lock(part.index):
-            if shared.closed or shared.ledger.held(part.index) is not held:
-                raise Skipped  # a later epoch is in place: whoever asked has lost the part
+            # A later epoch or the next round is in place: whoever asked has lost the part.
+            if shared.closed or shared.overtaken or shared.ledger.held(part.index) is not held:
+                raise Skipped
             LABEL.pack_into(room, 0, held.crc)
             if not shared.local.read_result(part, tensor_of(room[LABEL.size : size])):
                 shared.post(

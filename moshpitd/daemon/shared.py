@@ -33,7 +33,8 @@ LOCKS = 64
 
 
 class Shared:
-    """One round at one member. Invariant: nothing is posted, sent or written once `closed`."""
+    """One round at one member. Invariant: nothing is posted, sent or written once `closed`, and
+    nothing is written once it `takes` no more."""
 
     def __init__(
         self,
@@ -71,6 +72,8 @@ class Shared:
         self.choices = choices  # None: contributions travel with the group's codec
         self.drop = drop
         self.closed = False
+        self.takes = True  # False: the buckets went back, and nothing that comes is used
+        self.overtaken = False  # the next round has the buckets: what is held is not there any more
         self.bytes_sent = 0
         self.bytes_received = 0
         self.made: dict[int, int] = {}  # part -> crc32 of the result that we made of it last
@@ -172,12 +175,21 @@ class Shared:
             self.local.apply(part, values)
         self.ledger.place(held)
 
-    def close(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:
+    def linger(self) -> None:
         """Waits for the few parts being worked on, about a millisecond each."""
+        self.takes = False
+        self._wait()
+
+    def overtake(self) -> None:
+        """Waits as `linger` does."""
+        self.overtaken = True
+        self._wait()
+        self.settle()
+
+    def close(self, *, kept: bool = True, without: Iterable[int] = ()) -> None:
+        """Waits as `linger` does."""
         self.closed = True
-        for lock in self._locks:
-            with lock:
-                pass  # whoever held it saw the round open and is through; later ones see it closed
+        self.linger()
         self.settle(kept=kept, without=without)
         self.local.finish(self.ledger.parts_held())
 
@@ -197,6 +209,11 @@ class Shared:
                 with self.lock(part.index):
                     used = kept and part.index not in local and counts(part.index)
                     side.settle(part, included=used)
+
+    def _wait(self) -> None:
+        for lock in self._locks:
+            with lock:
+                pass  # whoever held it saw the round as it was and is through; later ones do not
 
     def _inside(self, part: int) -> bool:
         held = self.ledger.held(part)

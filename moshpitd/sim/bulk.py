@@ -25,6 +25,7 @@ from moshpitd.core.effects import (
     Effect,
     FetchSnapshot,
     HandOver,
+    Linger,
     LoadSnapshot,
     Open,
     OpenAudit,
@@ -71,7 +72,7 @@ class Bulk:
         snapshots = self._snapshots = Snapshots(world, self._wire, checks, options)
         self._work: dict[type, Callable[[Node, Any], None]] = {
             Open: self._open, Push: self._push, Average: self._average, Close: self._close,
-            Bar: self._bar, HandOver: self._hand_over, Await: self._await,
+            Linger: self._linger, Bar: self._bar, HandOver: self._hand_over, Await: self._await,
             PushAudit: self._push_audit, OpenAudit: self._open_audit, Check: self._check,
             FetchSnapshot: snapshots.fetch, PushSnapshot: snapshots.serve,
             DropSnapshot: snapshots.drop, LoadSnapshot: snapshots.load,
@@ -313,7 +314,7 @@ class Bulk:
 
     def _averaged(self, node: Node, incarnation: int, effect: Average) -> None:
         round_ = node.plane.rounds.get(effect.group_id)
-        if round_ is None or node.incarnation != incarnation:
+        if round_ is None or round_.lingers or node.incarnation != incarnation:
             return
         part, epoch = effect.part, effect.epoch
         if epoch < round_.bars.get(part, 0):
@@ -384,6 +385,11 @@ class Bulk:
         for bucket in round_.late.values():
             bucket[where] += payload.values - before
 
+    def _linger(self, node: Node, effect: Linger) -> None:
+        round_ = node.plane.rounds.get(effect.group_id)
+        if round_ is not None:
+            round_.lingers = True
+
     def _close(self, node: Node, effect: Close) -> None:
         round_ = node.plane.rounds.pop(effect.group_id, None)
         if round_ is not None:
@@ -397,7 +403,7 @@ class Bulk:
         round_ = node.plane.rounds.get(group_id)
         if round_ is None:
             self._wire.hold(node, group_id, call, *args)
-        return round_
+        return None if round_ is not None and round_.lingers else round_
 
 
 def _spoiled(node: Node, payload: Payload) -> Payload:

@@ -175,6 +175,7 @@ class Checks:
             case LoadSnapshot():
                 self._loaded[node.peer_id] = (self._now(), effect.version)
                 self._swept.pop(node.peer_id, None)  # what it holds now is not what it weighed
+                self._overwritten(node, effect.trainers)
             case RefreshSnapshot() if not self._recent.get(node.peer_id):
                 # A run of one peer: its own rounds count, and nothing moves.
                 self._loaded[node.peer_id] = (self._now(), effect.version)
@@ -391,6 +392,14 @@ class Checks:
             names = [trainer] if trainer else list(round_.buckets)
             self._holds(node, round_, [name for name in names if name not in round_.returned])
 
+    def _overwritten(self, node: Node, trainers: tuple[str, ...]) -> None:
+        """A snapshot goes over what rounds that linger put into these buckets."""
+        for group_id, round_ in node.plane.rounds.items():
+            for name in trainers:
+                if name in round_.trainers:
+                    self._in_place(node, group_id, name)
+                    round_.returned.add(name)
+
     def _holds(self, node: Node, round_: Round, names: list[str]) -> None:
         for part, payload in round_.results.items():
             where, values = self._options.slice_of(part), payload.values.tobytes()
@@ -415,7 +424,7 @@ class Checks:
             self.fail(f"gets a result of part {part} that is not finite", node)
         returned = [name for name in round_.trainers if name in round_.returned]
         if returned:
-            self.fail(f"gets a result into the bucket of {returned}, which is the trainer's", node)
+            self.fail(f"gets a result into the bucket of {returned}, which it gave back", node)
 
     def serving(self, node: Node) -> None:
         if len(node.plane.outgoing) > self._options.params.snapshot_slots:

@@ -113,8 +113,9 @@ class Round:
         default_factory=set
     )  # membership only, never iterated
     lost: set[int] = field(default_factory=set)
+    lingers: bool = False  # the buckets went back, and nothing that comes is used
     settled: bool = False  # it has said Parity (or closed): nothing of it changes any more
-    returned: set[str] = field(default_factory=set)  # trainers whose bucket is theirs again
+    returned: set[str] = field(default_factory=set)  # trainers whose bucket is not its own any more
 
 
 @dataclass(frozen=True, slots=True)

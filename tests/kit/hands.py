@@ -45,6 +45,7 @@ class Exchange:
     results: dict[int, tuple[float, tuple[int, ...], int]] = field(default_factory=dict)
     closed: set[tuple[int, int]] = field(default_factory=set)
     awaited: set[tuple[int, int, int]] = field(default_factory=set)  # (sender, part, epoch)
+    lingers: bool = False  # the buckets went back
     audits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
 
@@ -407,7 +408,7 @@ class Hands:
                 node.attempts += effect.what == "attempt_started"
             case (
                 ef.Open() | ef.Push() | ef.Average() | ef.Bar() | ef.HandOver() | ef.Await()
-                | ef.PushAudit() | ef.OpenAudit() | ef.Check() | ef.Close()
+                | ef.PushAudit() | ef.OpenAudit() | ef.Check() | ef.Linger() | ef.Close()
             ):  # fmt: skip
                 self._exchange(name, node, effect)
             case _:
@@ -463,6 +464,8 @@ class Hands:
                 node.exchanges[effect.group_id].audits |= {part: [] for part in effect.parts}
             case ef.Check():
                 self._check(name, node, effect)
+            case ef.Linger():
+                node.exchanges[effect.group_id].lingers = True
             case ef.Close():
                 node.exchanges.pop(effect.group_id, None)
                 node.over.add(effect.group_id)
@@ -511,6 +514,8 @@ class Hands:
         if exchange is None:
             if item.group_id not in node.over:
                 node.early.setdefault(item.group_id, []).append(item)  # before Begin: held
+            return
+        if exchange.lingers:
             return
         if isinstance(item, Audited):
             if item.part in exchange.audits:

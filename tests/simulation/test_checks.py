@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 
-from moshpitd.core.effects import Announce, Average, Close, Effect, Finish, Note, Open, Push, Send
+from moshpitd.core.effects import (
+    Announce,
+    Average,
+    Close,
+    Effect,
+    Finish,
+    Linger,
+    LoadSnapshot,
+    Note,
+    Open,
+    Push,
+    Send,
+)
 from moshpitd.core.events import (
     Averaged,
     Contributed,
@@ -327,6 +339,13 @@ class Heaviest(Static):
         return replace(group, members=members)
 
 
+class Early(Static):
+    """Ends its call when one part is there, and takes what comes after that."""
+
+    def result(self, part: int, contributors: tuple[int, ...], group_id: bytes) -> None:
+        self.effects.append(Finish(self.call.token, self.call.trainer, ALONE))
+
+
 class Clinging(Static):
     """Never closes a round, although its calls end."""
 
@@ -357,6 +376,7 @@ class Repeater(Static):
         (Weighty, r"reports weight 2.5, that of .* is 2.0"),
         (Heaviest, "opens a group with a weight of 8589934592"),
         (Repeater, "averages part . of epoch 0 twice"),
+        (Early, r"gets a result into the bucket of \['t0.1'\], which it gave back"),
     ],
 )
 def test_a_peer_that_breaks_a_round_is_caught(kind: type[Echo], words: str) -> None:
@@ -580,6 +600,34 @@ def test_a_result_that_is_in_place_is_not_denied_unless_it_was_disputed() -> Non
     with pytest.raises(Violation, match=r"has results in place for parts \[0\]"):
         world_of(Denier).run()
     assert world_of(Disputer).run().outcomes == {"partial": 2, "complete": 2}
+
+
+class Loader(Static):
+    """Its first round lingers, while it loads a snapshot before the call ends."""
+
+    def end(self, group_id: bytes, call: Contributed, outcome: Outcome) -> list[Effect]:
+        if self.calls > 1:
+            return super().end(group_id, call, outcome)
+        loads = LoadSnapshot(b"", 0, (call.trainer,))
+        loaded = replace(ALONE, loaded_snapshot=True)
+        finish = Finish(call.token, call.trainer, loaded)
+        return [Linger(group_id), loads, finish, Close(group_id)]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_bucket_holds_the_results_of_its_round_until_a_snapshot_is_loaded(damaged: bool) -> None:
+    world = world_of(Loader)
+
+    def spoil(node: Node, item: object) -> None:
+        if damaged and isinstance(item, LoadSnapshot):
+            node.trainers[0].bucket[0] += 1e-15
+
+    world.watchers.append(spoil)
+    if not damaged:
+        assert world.run().outcomes == {"alone": 2, "complete": 2}
+        return
+    with pytest.raises(Violation, match="has other values in the bucket"):
+        world.run()
 
 
 # -- damage outside of any peer --------------------------------------------------------------------

@@ -754,6 +754,24 @@ def test_what_a_sweep_keeps_has_as_many_inside_as_the_caller_wants() -> None:
         assert hands.outcomes[tokens["p00"]].accepted is accepted
 
 
+def test_a_line_that_disputes_all_of_its_results_has_overwritten_the_line_before() -> None:
+    """Neither the one average nor the other is in the bucket, whatever part of it is looked at."""
+    hands = Hands(4, params=Params(max_group=2, grid_sides=(2, 2)))
+    hands.attach_all()
+    hands.lie = lambda name, to, part, value: (
+        value + 1.0 if to in ("p00", "p01") and len(hands.nodes[to].opened) == 2 else value
+    )
+    tokens = hands.start(rounds=0)
+    hands.finish()
+    assert hands.value("p00") != hands.value("p01")
+    for name in ("p00", "p01"):
+        outcome = hands.outcomes[tokens[name]]
+        assert (outcome.status, outcome.reason) == (Status.FAILED, Reason.PARITY)
+        assert (outcome.accepted, outcome.version) == (False, 0)
+        assert hands.nodes[name].peer.version == 0
+    assert hands.outcomes[tokens["p02"]].version == 2
+
+
 def test_two_rounds_in_one_call_are_two_rounds() -> None:
     it = swarm(2, rounds=2)
     it.hands.finish()

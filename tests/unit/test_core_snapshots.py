@@ -186,6 +186,32 @@ def test_a_peer_that_lags_too_far_takes_a_snapshot() -> None:
     assert hands.nodes["p02"].peer.version >= 4
 
 
+def test_a_snapshot_between_two_rounds_of_a_call_replaces_what_the_first_came_to() -> None:
+    """Else the outcome would name a group whose average is in no bucket any more."""
+    hands = Hands(2, params=Params(max_version_lag=2, max_group=2))
+    hands.attach_all()
+    hands.push_fault = {("p01", part): Reason.BUCKET_MODIFIED for part in range(PARTS)}
+    token = hands.contribute("p00", [1.0] * PARTS, rounds=2)
+    first = hands.contribute("p01", [3.0] * PARTS)
+    while first not in hands.outcomes:
+        hands.step(1)
+    hands.settle()
+    assert hands.outcomes[first].status is Status.PARTIAL
+    assert hands.nodes["p00"].peer.version == 1
+    assert token not in hands.outcomes
+    start = hands.nodes["p00"].peer.lineage
+    for name in ("p02", "p03", "p04", "p05"):
+        hands.add(name)
+        hands.attach(name, [50.0] * PARTS, version=20, founder=start.founder, digest=start.digest)
+        hands.contribute(name)  # so that it is heard of
+    hands.finish()
+    outcome = hands.outcomes[token]
+    assert (hands.value("p00"), outcome.version) == (50.0, 20)
+    assert (outcome.accepted, outcome.loaded_snapshot) == (True, True)
+    assert (outcome.status, outcome.group_id) == (Status.ALONE, b"")
+    assert (outcome.contributors, outcome.agreed) == (("p00",), ())
+
+
 def test_a_peer_alone_for_an_hour_is_joined_by_a_second_within_one_window() -> None:
     hands = Hands(1)
     hands.attach_all()

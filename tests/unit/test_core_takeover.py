@@ -35,6 +35,8 @@ from moshpitd.core.messages import (
 from moshpitd.core.outcome import Reason, Status
 from moshpitd.core.params import Params
 from moshpitd.core.quiet import ENOUGH, Quiet
+from moshpitd.core.succession import Succession
+from tests.kit.hands import Result, crc_of
 from tests.unit.test_core_allreduce import Swarm, from_its_reducer, swarm
 
 LISTEN_S = 0.2
@@ -411,6 +413,27 @@ def test_a_round_that_is_over_says_so_to_whoever_takes_over_too_late() -> None:
     it.hands.tell("p00", ev.Received("p01", TakeOver(group, 1, 1, (0,))))
     it.hands.settle()
     assert it.hands.said(NotMember, sender="p00") == [NotMember(group, "p00")]
+
+
+def test_what_another_makes_of_a_part_after_our_round_does_not_reach_our_bucket() -> None:
+    it = swarm(3, parts=6)
+    it.hands.drop = lambda sender, to, what: isinstance(what, Parity) and to == "p00"
+    it.hands.finish()  # its results stay for the others, of whom it heard no last word
+    own = it.hands.nodes["p00"]
+    opened = own.opened[-1]
+    assert opened.group.group_id in own.exchanges
+    ends = [e for n, e in it.hands.effects if n == "p00" and isinstance(e, (ef.Linger, ef.Finish))]
+    assert [type(e) for e in ends] == [ef.Linger, ef.Finish]
+    part = next(p for p, reducer in enumerate(opened.reducers) if reducer)
+    succession = Succession(opened.group, opened.reducers)
+    epoch = next(e for e in (1, 2) if succession.reducer(part, e))
+    mean, sender = it.hands.value("p00", part), succession.reducer(part, epoch)
+    late = Result(opened.group.group_id, part, sender, mean + 1.0, (1, 2), crc_of(mean), epoch)
+    it.hands.tell("p00", late)
+    it.hands.settle()
+    assert it.hands.value("p00", part) == mean
+    it.hands.run(until_s=it.hands.now + it.hands.params.result_timeout_s)
+    assert not own.exchanges
 
 
 def test_the_order_of_a_part_names_everybody_once_and_spreads_by_share() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moshpitd.core.effects import Average, Await, Bar, Close, HandOver, Push
+from moshpitd.core.effects import Average, Await, Bar, Close, HandOver, Linger, Push
 from moshpitd.core.events import (
     Averaged,
     Barred,
@@ -324,6 +324,73 @@ def test_a_higher_epoch_replaces_a_lower_one_and_never_the_other_way(four: list[
     arrives(plane, order[2], frame(plane, group, part, 9.0, epoch=9))
     assert plane.exchange.dropped == {"part_closed": 3, "wrong_reducer": 2}
     assert values_of(plane, part).eq(3.0).all()
+
+
+@pytest.mark.parametrize("kind", [FrameKind.RESULT, FrameKind.HANDOVER])
+def test_no_result_is_put_into_a_bucket_that_went_back(
+    four: list[Plane], kind: FrameKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer reads it, or the next round of the sweep: its generation is still the same."""
+    plane = four[0]
+    group = group_of(four)
+    open_round(four[:2], group)
+    mine = where(plane, group, lambda order: order[0] == 0)
+    ask(plane, Average(group.group_id, mine, 0))
+    made = plane.wait(Averaged)
+    part = where(plane, group, lambda order: order[0] == 1 and order[1] != 0)
+    later = order_of(group, part)[1]
+    arrives(plane, 1, frame(plane, group, part, 3.0))
+    plane.wait(ResultArrived)
+    ask(plane, Await(group.group_id, later, (part,), 1))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(values: Tensor) -> tuple[None, float]:
+        inside.set()
+        assert go_on.wait(20)
+        return None, 0.0
+
+    monkeypatch.setattr(accumulate, "examine", slow)
+    came = frame(plane, group, part, 7.0, kind=kind, epoch=1)
+    reader = threading.Thread(target=arrives, args=(plane, later, came))
+    reader.start()  # one is looked at when the bucket goes back ...
+    assert inside.wait(20)
+    ask(plane, Linger(group.group_id))
+    go_on.set()
+    reader.join(20)
+    again = frame(plane, group, part, 8.0, epoch=5)
+    arrives(plane, order_of(group, part)[5 % 4], again)  # ... and one comes afterwards
+    ask(plane, Average(group.group_id, float_parts(plane, reducer=0)[1], 0))
+    assert values_of(plane, part).eq(3.0).all()
+    # What we made is still there for slower members.
+    ask(plane, Push(group.group_id, 1, (mine,), True, 0))
+    assert four[1].wait(ResultArrived).crc == made.crc
+    assert [e.epoch for e in plane.quiet() if isinstance(e, ResultArrived)] == [0]
+    assert len([e for e in plane.quiet() if isinstance(e, Averaged)]) == 1
+    close_round(four[:2], group)
+
+
+def test_what_the_next_round_of_a_sweep_put_in_place_is_not_handed_over_for_this_one(
+    four: list[Plane],
+) -> None:
+    """It would be refused as damaged, with a strike for us; where a codec loses bits, taken."""
+    plane, group, following = four[0], group_of(four), group_of(four)
+    open_round(four[:1], group)
+    part = float_parts(plane, reducer=1)[0]
+    arrives(plane, 1, frame(plane, group, part, 3.0))
+    plane.wait(ResultArrived)
+    ((_, payload),) = plane.exchange._runs[RUN].rounds[group.group_id].hand_over((part,), epoch=1)
+    ask(plane, Linger(group.group_id))
+    room = memoryview(bytearray(8192))
+    values = torch.frombuffer(payload(room)[LABEL.size :], dtype=torch.float32)
+    assert values.eq(3.0).all(), "the trainer has not touched it since"
+    open_round(four[:1], following)
+    arrives(plane, 1, frame(plane, following, part, 5.0))
+    plane.wait(ResultArrived)
+    assert values_of(plane, part).eq(5.0).all()
+    with pytest.raises(Skipped):
+        payload(room)
+    close_round(four[:1], group)
+    close_round(four[:1], following)
 
 
 def test_a_late_trainer_follows_a_replaced_maximum(four: list[Plane]) -> None:
