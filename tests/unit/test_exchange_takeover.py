@@ -359,6 +359,7 @@ def test_no_result_is_put_into_a_bucket_that_went_back(
     reader.join(20)
     again = frame(plane, group, part, 8.0, epoch=5)
     arrives(plane, order_of(group, part)[5 % 4], again)  # ... and one comes afterwards
+    assert plane.exchange.dropped == {"part_closed": 1}, "it is not even decoded"
     ask(plane, Average(group.group_id, float_parts(plane, reducer=0)[1], 0))
     assert values_of(plane, part).eq(3.0).all()
     # What we made is still there for slower members.
