@@ -32,7 +32,6 @@ MISSED = 2
 """Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
 """
 
-
 APART = 2
 """Sweeps by which numbers of rounds differ where all go at their own pace: who is further off is
 pulled to the median, or its record is of a time when it stood here before."""
@@ -41,8 +40,8 @@ PROMPT = 0.1
 """Of a window: whose first line takes longer to meet has found somebody who was not ready."""
 
 SWEEPS, WAITED = 8, 3
-"""Of so many sweeps, so many whose first line had to wait: then each goes at its own pace. Where all
-begin together one in ten has to, where nobody does more than half."""
+"""Of so many sweeps, so many whose first line had to wait: then each goes at its own pace. Where
+all begin together one in ten has to, where nobody does more than half."""
 
 SPREAD = 0.2
 """Of that time, by which the look-ups of those that began together are spread."""
@@ -218,7 +217,7 @@ class Meeting:
             state.effects.append(LookUp(key))
         attempt.unsettled = self.unsettled()
         attempt.lone_waits = not flat and not self._everybody_tells()
-        attempt.own_pace = state.sweeps and sum(self.waited) >= WAITED
+        attempt.own_pace = self.own_pace()
         attempt.start(now)
         state.collect(attempt.effects)
         return attempt
@@ -236,6 +235,12 @@ class Meeting:
             for entry in state.place.unsettled(state.swarm, state.record.schema):
                 entry.missed += 1
         self.unanswered(attempt.candidates.unanswered(), since=attempt.started)
+
+    def own_pace(self) -> bool:
+        """Does everybody sweep whenever its trainers are ready? Then who has moved on says nothing
+        of the others of its line, and it pays to wait for those; where all begin together it would
+        make us late for the next line too."""
+        return self.state.sweeps and sum(self.waited) >= WAITED
 
     def missed(self, peer_id: str, now: float) -> None:
         """It was waited for, a whole window, in vain."""
