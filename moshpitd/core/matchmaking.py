@@ -68,6 +68,7 @@ class Attempt:
     expected: int = 0  # members of a full line of the grid; 0 in a flat group, where all are known
     unsettled: int = 1  # live peers of no known cell in this round; 1 where nobody counts
     lone_waits: bool = False  # not all that may come are known: with nobody here, wait the window
+    own_pace: bool = False  # ... also when some have moved on: others come whenever they are ready
     reduces: bool = True  # the group will need a reducer
     norm: float = 0.0
     codec: str = "float32"
@@ -388,7 +389,7 @@ class Attempt:
             return
         if self.candidates.may_come() or not self.candidates.can_reduce(self.me, self.reduces):
             return
-        if not joined and self.lone_waits and not self.candidates.moved():
+        if not joined and self.lone_waits and (self.own_pace or not self.candidates.moved()):
             return
         if len(joined) + 1 < self.expected and self.unsettled:
             return  # one of them may stand in our line when its round is over, and find us here
@@ -415,9 +416,8 @@ class Attempt:
             self._send(join.record.peer_id, begin)
 
     def _form(self, joins: list[Join]) -> Group:
-        audited = self.params.audit_fraction
-        mine, nonce = self._own_join(), self.nonce
-        return form_group(mine, joins, nonce=nonce, codec=self.codec, audit_fraction=audited)
+        mine, audited = self._own_join(), self.params.audit_fraction
+        return form_group(mine, joins, nonce=self.nonce, codec=self.codec, audit_fraction=audited)
 
     # -- small steps
 

@@ -32,6 +32,16 @@ MISSED = 2
 """Windows in a row that a peer may be waited for in vain; after that its Later holds no group up.
 """
 
+APART = 2
+"""Sweeps by which numbers of rounds differ where all go at their own pace: who is further off is
+pulled to the median, or its record is of a time when it stood here before."""
+
+PROMPT = 0.1
+"""Of a window: whose first line takes longer to meet has found somebody who was not ready."""
+
+SWEEPS, WAITED = 8, 3
+"""Of so many sweeps, so many whose first line had to wait: then each goes at its own pace. Where
+all begin together one in ten has to, where nobody does more than half."""
 
 SPREAD = 0.2
 """Of that time, by which the look-ups of those that began together are spread."""
@@ -47,8 +57,9 @@ class Meeting:
         self.at: tuple[int, tuple[int, ...]] = (-1, ())  # round and coordinates for which it is
         self.arranged_at = 0.0
         self.found_at: float | None = None  # when the directory last said who else is there
-        self.told: dict[str, bool] = {}  # who was told that we come
+        self.told: dict[str, bool] = {}  # who was told that we come -> it stood in our round
         self.took = 0.0
+        self.waited: list[bool] = []  # in the first line of each of the last sweeps
 
     # -- before the attempt
 
@@ -106,18 +117,33 @@ class Meeting:
             self._tell(event.records)
 
     def _tell(self, records: Sequence[Record]) -> None:
-        """Those who stand in our line learn that we come."""
-        heard, here = self.state.swarm.heard, []
+        """Those who stand in our line learn that we come, and in a run of sweeps those too that
+        stood there a little while ago and may wait there still."""
+        heard, here, near = self.state.swarm.heard, [], []
         for record in records:
             entry = heard.get(record.peer_id)
             if entry is not None and entry.record.sequence > record.sequence:
                 record = entry.record  # the directory keeps what it said under this key
-            if record.peer_id not in self.told and self.is_here(record):
+            if record.peer_id in self.told:
+                continue
+            if self.is_here(record):
                 here.append(record)
+            elif self._may_be_here(record):
+                near.append(record)
         hello = Hello(self.state.record, answer=True)
-        for record in self._ours(here)[: 2 * self.state.params.max_group]:
-            self.told[record.peer_id] = True
+        most = 2 * self.state.params.max_group
+        near.sort(key=lambda it: abs(it.round - self.state.place.round))
+        for record in [*self._ours(here), *near][:most]:
+            self.told[record.peer_id] = record.round == self.state.place.round
             self.state.effects.append(Send(record.peer_id, hello))
+
+    def _may_be_here(self, record: Record) -> bool:
+        """Sweeps begin whenever their trainers are ready, so those of one line are some sweeps
+        apart by their numbers, though they wait there at the same time."""
+        place = self.state.place
+        apart = abs(record.round - place.round)
+        near = apart <= APART * len(place.shape.sides)
+        return self.state.sweeps and near and self.is_here(record, just_now=True)
 
     def greeted(self, sender: str, record: Record, now: float) -> None:
         """A Hello: one that stands in an earlier round than we learns that from our answer, and
@@ -129,14 +155,14 @@ class Meeting:
             self.arrange(now)  # one of us two moves, and there is time
         elif record.round < place.round:
             self.state.effects.append(Send(sender, Hello(self.state.record, answer=True)))
-        elif record.round > place.round and sender in self.told and self._line_has_gone():
+        elif record.round > place.round and self.told.get(sender) and self._line_has_gone():
             place.skip_to([record.round])
             self.arrange(now)
 
     def _line_has_gone(self) -> bool:
-        """Of those whom the directory named in our line, is everybody in a later round?"""
+        """Of those whom the directory named in our round, is everybody in a later one?"""
         heard = self.state.swarm.heard
-        entries = [heard[peer_id] for peer_id in self.told if peer_id in heard]
+        entries = [heard[it] for it, ours in self.told.items() if ours and it in heard]
         return all(
             entry.lost is not None or entry.record.round > self.state.place.round
             for entry in entries
@@ -191,19 +217,30 @@ class Meeting:
             state.effects.append(LookUp(key))
         attempt.unsettled = self.unsettled()
         attempt.lone_waits = not flat and not self._everybody_tells()
+        attempt.own_pace = self.own_pace()
         attempt.start(now)
         state.collect(attempt.effects)
         return attempt
 
-    def ended(self, attempt: Attempt, now: float, *, in_time: bool) -> None:
-        """Remember who was waited for in vain. `in_time`: it did not end with its call."""
+    def ended(self, attempt: Attempt, now: float, *, in_time: bool, first: bool) -> None:
+        """Remember who was waited for in vain. `in_time`: it did not end with its call; `first` of
+        that call: did we begin together with the others?"""
         state = self.state
+        if first and state.sweeps:
+            prompt_s = max(PROMPT * state.params.window_s, 3.0 * self.took)
+            self.waited = [*self.waited[1 - SWEEPS :], now - attempt.started > prompt_s]
         for peer_id in attempt.candidates.waited_in_vain() if in_time else []:
             self.missed(peer_id, now)
         if attempt.expected and now >= attempt.window_end:
             for entry in state.place.unsettled(state.swarm, state.record.schema):
                 entry.missed += 1
         self.unanswered(attempt.candidates.unanswered(), since=attempt.started)
+
+    def own_pace(self) -> bool:
+        """Does everybody sweep whenever its trainers are ready? Then who has moved on says nothing
+        of the others of its line, and it pays to wait for those; where all begin together it would
+        make us late for the next line too."""
+        return self.state.sweeps and sum(self.waited) >= WAITED
 
     def missed(self, peer_id: str, now: float) -> None:
         """It was waited for, a whole window, in vain."""
@@ -286,17 +323,16 @@ class Meeting:
                 attempt.add(record, now, waited_for=missed < MISSED and not busy)
 
     def pointed_at(self, attempt: Attempt, leader: str, now: float) -> None:
-        """Somebody whom we asked follows `leader`, so it is there, though it did not answer us when
-        we last asked: two machines that stood still at overlapping times take each other for gone.
-        One that said goodbye has come back only when it says so itself."""
+        """Somebody whom we asked under this key follows `leader`, so it is there. Its last record
+        may say that it stands elsewhere, or it did not answer us when we last asked: two machines
+        that stood still at overlapping times take each other for gone. One that said goodbye has
+        come back only when it says so itself."""
         entry = self.state.swarm.heard.get(leader)
         if (
             entry is not None
-            and entry.lost is not None
             and entry.lost not in GOODBYES
             and leader not in attempt.candidates
             and entry.record.schema == self.state.record.schema
-            and self.state.place.meets(entry.record)
             and self.state.refuse(entry.record, now) is not Reason.STRIKES
         ):
             attempt.add(entry.record, now)

@@ -279,7 +279,8 @@ class Conductor:
         work.attempt = None
         self._end_phase(work, "matchmaking", now)
         # A call that ended before its window says nothing about whom it would have waited for.
-        self.meeting.ended(attempt, now, in_time=now < work.deadline_at)
+        first = not work.rounds_done and not work.skipped
+        self.meeting.ended(attempt, now, in_time=now < work.deadline_at, first=first)
         group = attempt.group
         if group is None:
             early, self.state.early = self.state.early, []
