@@ -74,7 +74,8 @@ def test_a_compiled_run_comes_to_the_same_in_every_figure(tmp_path: Path, seed: 
 
 @built
 def test_a_compiled_peer_that_keeps_too_much_is_found() -> None:
-    assert run_python("-c", OVERFULL, interpreted=False).strip() == "('Peer.state.invites', 10000)"
+    found = run_python("-c", OVERFULL, interpreted=False).strip()
+    assert found.endswith("state.invites', 10000)")  # which of the ways there is taken may differ
 
 
 def test_what_was_made_of_other_sources_is_left_alone(
