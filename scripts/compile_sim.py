@@ -17,6 +17,9 @@ from moshpitd.cli.sim_compiled import FOLDER, PACKAGE, STAMP, is_fresh, sources,
 ROOT = PACKAGE.parent
 WORK = ROOT / "build" / "mypyc"
 MYPY = "[mypy]\nstrict = true\n"
+FLAGS = ("-ffp-contract=off", "-fvisibility=hidden")
+"""No product and sum may become one operation, or the digest would be another one; and nobody calls
+in from outside but by the doors of a module, so that calls between two modules are plain ones."""
 
 
 def main() -> int:
@@ -44,8 +47,7 @@ def main() -> int:
         target_dir=str(WORK.relative_to(ROOT)), group_name="moshpitd_compiled",
     )  # fmt: skip
     for one in modules:
-        # No product and sum may become one operation, or the digest would be another one.
-        one.extra_compile_args = [*one.extra_compile_args, "-ffp-contract=off"]
+        one.extra_compile_args = [*one.extra_compile_args, *FLAGS]
     command = build_ext(Distribution({"name": "moshpitd-compiled", "ext_modules": modules}))
     command.build_lib, command.build_temp = str(WORK / "lib"), str(WORK / "objects")
     command.ensure_finalized()

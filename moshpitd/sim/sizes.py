@@ -4,10 +4,8 @@ them, so that a bound is judged without the Peer's own account of itself."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from moshpitd.sim.faults import Options
@@ -27,9 +25,9 @@ def overgrown(peer: object, options: Options) -> tuple[str, int] | None:
             if len(value) > limit:
                 return _spelled(path), len(value)
             inner = value.values() if isinstance(value, dict) else value
-            pending += [((path, "[]"), one) for one in inner if _FOLLOWED[type(one)]]
+            pending += [((path, "[]"), one) for one in inner if _is_worth_it(one)]
         else:
-            parts = [((path, name), it) for name, it in _parts(value) if _FOLLOWED[type(it)]]
+            parts = [((path, name), it) for name, it in _parts(value) if _is_worth_it(it)]
             if parts and not any(value is other for other in seen):
                 seen.append(value)
                 pending += parts
@@ -44,55 +42,38 @@ def _spelled(path: tuple[Any, ...]) -> str:
     return _spelled(before) + (name if name == "[]" else f".{name}")
 
 
-class _Followed(dict[type, bool]):
+_GROWS: dict[type, bool] = {}
+_SLOTS: dict[type, tuple[str, ...]] = {}
+
+
+def _is_worth_it(value: object) -> bool:
     """Containers, and objects of ours that change; what cannot change has been checked when it was
     received."""
-
-    def __missing__(self, kind: type) -> bool:
+    kind = type(value)
+    known = _GROWS.get(kind)
+    if known is None:
         made = getattr(kind, "__dataclass_params__", None)
         ours = kind.__module__.startswith("moshpitd.") and (made is None or not made.frozen)
-        known = self[kind] = ours or issubclass(kind, CONTAINERS)
-        return known
+        known = _GROWS[kind] = ours or issubclass(kind, CONTAINERS)
+    return known
 
 
-_FOLLOWED = _Followed()
-
-
-class _Slots(dict[type, tuple[tuple[str, ...], Callable[[object], tuple[object, ...]] | None]]):
-    """The names of a kind's slots, and what reads them all at once: a million objects are asked at
-    the end of a run of ten thousand peers."""
-
-    def __missing__(
-        self, kind: type
-    ) -> tuple[tuple[str, ...], Callable[[object], tuple[object, ...]] | None]:
-        names = tuple(n for one in kind.__mro__ for n in _own_slots(one))
-        read = attrgetter(*names) if len(names) > 1 else None  # of one it gives no tuple
-        self[kind] = found = (names, read)
-        return found
-
-
-_SLOTS = _Slots()
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    kind = type(value)
+    if kind not in _SLOTS:
+        _SLOTS[kind] = tuple(n for one in kind.__mro__ for n in _own_slots(one))
+    for name in _SLOTS[kind]:
+        it = getattr(value, name, None)
+        if it is not None:
+            yield name, it
+    yield from getattr(value, "__dict__", {}).items()
 
 
 def _own_slots(kind: type) -> tuple[str, ...]:
-    """What that class adds to its parents'; a compiled one names them otherwise."""
+    """What that class adds to its parents'; a compiled one says it under another name."""
     own = kind.__dict__
     found: tuple[str, ...] = own.get("__slots__", own.get("__mypyc_attrs__", ()))
     return found
-
-
-def _parts(value: Any) -> Iterable[tuple[str, object]]:
-    """What it holds, by name."""
-    names, read = _SLOTS[type(value)]
-    try:
-        held = read(value) if read is not None else ()
-    except AttributeError:  # some are not set
-        held = ()
-    if not held:
-        held = tuple(getattr(value, name, None) for name in names)
-    inside = getattr(value, "__dict__", None)
-    slots = zip(names, held, strict=True)
-    return chain(slots, inside.items()) if inside else slots
 
 
 def over_bound(message: object) -> str | None:
