@@ -19,6 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests read tables as a pipe gets them, whatever width a shell, or pytest-xdist, has told.
 os.environ.pop("COLUMNS", None)
 
+# Tests are of the sources, also where somebody has compiled them; one says otherwise.
+os.environ["MOSHPITD_INTERPRETED"] = "1"
+
 TESTS = Path(__file__).resolve().parent
 CHAOS_TIMEOUT_S = 600  # a demo of 3 minutes on 2 cores, with room for a loaded machine
 

@@ -1,10 +1,12 @@
 """`sim run`: one world in the deterministic simulator, as figures or as the transcript of what went
-wrong. One rule: everything in the JSON but `wall_s` depends on scenario, seed and code alone.
+wrong. One rule: everything in the JSON but `compiled` and `wall_s` depends on scenario, seed and
+code alone.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moshpitd.cli.output import console, table
+from moshpitd.cli.sim_compiled import use_compiled
 from moshpitd.cli.sim_work import busy, check_folder, write_json
 from moshpitd.cli.sim_world import Verdict, again, commit_hash, read_scenario, run_seed
 
@@ -44,7 +47,7 @@ def run(
     tables = read_scenario(scenario)
     began = perf_counter()
     with busy("running the world"):
-        verdict = run_seed((tables, seed, scenario))
+        verdict = run_seed((tables, seed, scenario), last=True)
     wall_s = perf_counter() - began
     write_json(json_file, as_json(verdict, wall_s))
     if verdict.report is None:
@@ -78,12 +81,13 @@ def as_json(verdict: Verdict, wall_s: float) -> dict[str, Any]:
         "notes": report.notes if report else {},
         "over_time": _rows(figures) if figures else [],
         "violations": [] if report else [verdict.sentence],
+        "compiled": use_compiled(),
         "wall_s": wall_s,
     }
 
 
 def _rows(figures: Figures) -> list[dict[str, Any]]:
-    return [{name: getattr(row, name) for name in type(row).__slots__} for row in figures.rows]
+    return [asdict(row) for row in figures.rows]
 
 
 def _show(report: Report, wall_s: float) -> None:
@@ -101,7 +105,7 @@ def _show(report: Report, wall_s: float) -> None:
         ("round trip, look-up", f"{_s(figures.rtt_p50_s)}, {_s(figures.look_up_p50_s)}"),
         ("calls", ", ".join(f"{n:,} {how}" for how, n in report.outcomes.items())),
         ("digest", report.digest),
-        ("took", f"{wall_s:.1f} s"),
+        ("took", f"{wall_s:.1f} s{' (compiled)' if use_compiled() else ''}"),
     ]  # fmt: skip
     out.print(table(f"Seed {report.seed}: every check held", ("", ""), lines))
     rows = [row for row in figures.rows if row.attempts]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moshpitd.cli.sim_compiled import use_compiled
 from moshpitd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def read_scenario(path: Path | None) -> dict[str, Any]:
 
 
 def world_of(table: dict[str, Any], seed: int, path: Path | None) -> Options:
+    use_compiled()
     from moshpitd.sim.scenario import scenario
 
     try:
@@ -58,8 +60,10 @@ def world_of(table: dict[str, Any], seed: int, path: Path | None) -> Options:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def run_seed(job: tuple[dict[str, Any], int, Path | None]) -> Verdict:
-    """Run one world; for `soak` in a process of its own."""
+def run_seed(job: tuple[dict[str, Any], int, Path | None], *, last: bool = False) -> Verdict:
+    """Run one world; for `soak` in a process of its own. `last`: the process ends after it, so that
+    nobody needs to look for what it has left: of ten thousand peers that takes a while."""
+    use_compiled()
     from moshpitd.sim.checks import Violation
     from moshpitd.sim.world import World
 
@@ -74,6 +78,8 @@ def run_seed(job: tuple[dict[str, Any], int, Path | None]) -> Verdict:
         what = f"the simulator raised {error!r}"
         return Verdict(seed, len(world.nodes), None, world.now, what, traceback.format_exc())
     finally:
+        if last:
+            gc.freeze()
         gc.enable()
     return Verdict(seed, report.peers, report)
 

@@ -30,7 +30,7 @@ def load_shares(bandwidths: Sequence[float]) -> tuple[float, ...]:
         return tuple(rate / total for rate in rated)
     for k in range(len(order), 0, -1):
         fastest = order[:k]
-        level = (n - 2 + k) / sum(rated[i] for i in fastest)
+        level = (n - 2 + k) / sum([rated[i] for i in fastest], 0.0)
         if level * rated[fastest[-1]] >= 1.0 - 1e-12:
             for i in fastest:
                 shares[i] = max(0.0, (level * rated[i] - 1.0) / (n - 2))

@@ -389,7 +389,7 @@ class Neighbours:
             if line.counts and line.gets and line.letter is not None
         )
         row = Row(
-            own_share=self.kept + sum(line.gives for line in dropped),
+            own_share=self.kept + sum([line.gives for line in dropped], 0.0),
             heard=heard,
             unheard=tuple(line.peer_id for line in dropped),
         )

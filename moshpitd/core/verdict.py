@@ -79,7 +79,7 @@ def verdict(
         parts=len(reducers),
         parts_without_result=missing,
         newcomer=members[index].newcomer,
-        total_weight=float(sum(members[i].weight for i in bits_of(inside))),
+        total_weight=sum([members[i].weight for i in bits_of(inside)], 0.0),
         group_id=group.group_id,
     )
 
@@ -116,7 +116,7 @@ def mean_weight(group: Group, contributors: Mapping[int, int], *, parts: int) ->
     hold it. Keeping own weights is not exact (2x2 grid, x = 1,2,5,9, w = 1,3,1,1: 4.375 and 3.0625
     instead of 3.5)."""
     counted = inside_all(group, contributors, parts=parts)
-    total = sum(m.weight for i, m in enumerate(group.members) if counted >> i & 1)
+    total = sum([m.weight for i, m in enumerate(group.members) if counted >> i & 1], 0.0)
     return total / len(group.members)
 
 

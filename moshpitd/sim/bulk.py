@@ -260,8 +260,9 @@ class Bulk:
             round_.index: round_.value[self._options.slice_of(part)],
         }
         inside = [(members[i].weight, given[i]) for i in result.contributors]
-        mean = sum(weight * values for weight, values in inside) / sum(w for w, _ in inside)
-        right = bool(np.allclose(mean, result.values, rtol=1e-9, atol=1e-9))
+        total = sum([weight for weight, _ in inside], 0.0)
+        added: Vector = np.sum([weight * values for weight, values in inside], axis=0)
+        right = bool(np.allclose(added / total, result.values, rtol=1e-9, atol=1e-9))
         self._world.post(0.0, node, Checked(effect.group_id, part, right))
 
     def _bar(self, node: Node, effect: Bar) -> None:
@@ -421,7 +422,7 @@ def _mix(node: Node, trainers: tuple[tuple[str, int], ...]) -> Vector:
     """The local contributions averaged by weight; of a newcomer (all weights 0) any will do."""
     weights = dict(trainers)
     lent = [(one.bucket, weights[one.name]) for one in node.trainers if one.name in weights]
-    total = float(sum(weight for _, weight in lent))
+    total = float(sum([weight for _, weight in lent]))
     if not lent:
         return np.zeros_like(node.trainers[0].bucket)
     if len(lent) == 1 or total == 0.0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from moshpitd.core.effects import Announce, Effect, Note, Send
 from moshpitd.core.grid import PEERS_KEY
@@ -40,7 +40,7 @@ class Attempt:
 
     node: Node
     key: str
-    round: object
+    round: Any
     started: float
     ended: float = math.inf
     disturbed: bool = False  # it stood still meanwhile

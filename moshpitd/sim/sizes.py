@@ -61,12 +61,19 @@ def _is_worth_it(value: object) -> bool:
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
     kind = type(value)
     if kind not in _SLOTS:
-        _SLOTS[kind] = tuple(n for base in kind.__mro__ for n in getattr(base, "__slots__", ()))
+        _SLOTS[kind] = tuple(n for one in kind.__mro__ for n in _own_slots(one))
     for name in _SLOTS[kind]:
         it = getattr(value, name, None)
         if it is not None:
             yield name, it
     yield from getattr(value, "__dict__", {}).items()
+
+
+def _own_slots(kind: type) -> tuple[str, ...]:
+    """What that class adds to its parents'; a compiled one says it under another name."""
+    own = kind.__dict__
+    found: tuple[str, ...] = own.get("__slots__", own.get("__mypyc_attrs__", ()))
+    return found
 
 
 def over_bound(message: object) -> str | None:
