@@ -492,6 +492,40 @@ V3 static double half_decode(const uint8_t *payload, float *out, ptrdiff_t numel
     return squared;
 }
 
+/* At least the squared norm of all values; infinite if a value is not finite, -1 where a scale is not.
+   Four times as fast: most payloads are so far below any limit that this is enough. */
+V3 static double half_bound(const uint8_t *payload, ptrdiff_t numel)
+{
+    ptrdiff_t blocks = (numel + HALF_BLOCK - 1) / HALF_BLOCK;
+    const uint16_t *codes = (const uint16_t *)(payload + blocks * 4);
+    __m256i unsigned_bits = _mm256_set1_epi16(0x7fff);
+    double bound = 0.0;
+    if (!sound(payload, blocks))
+        return -1.0;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t start = block * HALF_BLOCK, i = start;
+        ptrdiff_t stop = numel - start < HALF_BLOCK ? numel : start + HALF_BLOCK;
+        __m256i a = _mm256_setzero_si256(), b = a;
+        for (; i + 32 <= stop; i += 32) {
+            __m256i one = _mm256_loadu_si256((const __m256i *)(codes + i));
+            __m256i two = _mm256_loadu_si256((const __m256i *)(codes + i + 16));
+            a = _mm256_max_epu16(a, _mm256_and_si256(one, unsigned_bits));
+            b = _mm256_max_epu16(b, _mm256_and_si256(two, unsigned_bits));
+        }
+        uint16_t each[16], most = 0;
+        _mm256_storeu_si256((__m256i *)each, _mm256_max_epu16(a, b));
+        for (int k = 0; k < 16; k++)
+            most = each[k] > most ? each[k] : most;
+        for (; i < stop; i++)
+            most = (codes[i] & 0x7fff) > most ? codes[i] & 0x7fff : most;
+        if (most >= 0x7c00) /* an infinity or NaN of 16 bits */
+            return INFINITY;
+        double largest = (double)_cvtsh_ss(most) * (double)scale_of(payload, block);
+        bound += (double)(stop - start) * largest * largest;
+    }
+    return bound;
+}
+
 V3 static void half_mix(const uint8_t *payload, float *mean, ptrdiff_t numel, double share,
                         double rest)
 {
@@ -593,6 +627,22 @@ V3 static double absmax_decode(const uint8_t *payload, float *out, ptrdiff_t num
     if (streams)
         _mm_sfence();
     return squared;
+}
+
+/* As half_bound: no code is above 128, so they need not be looked at. */
+static double absmax_bound(const uint8_t *payload, ptrdiff_t numel, ptrdiff_t width)
+{
+    ptrdiff_t blocks = (numel + width - 1) / width;
+    double bound = 0.0;
+    if (!sound(payload, blocks))
+        return -1.0;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        double largest = (double)scale_of(payload, block) * (128.0 / 127.0) * (1.0 + 1e-6);
+        if (fabs(largest) > FLT_MAX)
+            return INFINITY;
+        bound += (double)width * largest * largest;
+    }
+    return bound;
 }
 
 V3 static void absmax_mix(const uint8_t *payload, float *mean, ptrdiff_t numel, ptrdiff_t width,
@@ -1053,6 +1103,20 @@ static PyObject *py_half_decode(PyObject *module, PyObject *args)
     return PyFloat_FromDouble(squared);
 }
 
+static PyObject *py_half_bound(PyObject *module, PyObject *args)
+{
+    unsigned long long payload;
+    Py_ssize_t numel;
+    double bound;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Kn", &payload, &numel))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    bound = half_bound(AT(const uint8_t, payload), numel);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(bound);
+}
+
 static PyObject *py_half_mix(PyObject *module, PyObject *args)
 {
     unsigned long long payload, mean;
@@ -1096,6 +1160,20 @@ static PyObject *py_absmax_decode(PyObject *module, PyObject *args)
     squared = absmax_decode(AT(const uint8_t, payload), AT(float, out), numel, width, past);
     Py_END_ALLOW_THREADS
     return PyFloat_FromDouble(squared);
+}
+
+static PyObject *py_absmax_bound(PyObject *module, PyObject *args)
+{
+    unsigned long long payload;
+    Py_ssize_t numel, width;
+    double bound;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Knn", &payload, &numel, &width))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    bound = absmax_bound(AT(const uint8_t, payload), numel, width);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(bound);
 }
 
 static PyObject *py_absmax_mix(PyObject *module, PyObject *args)
@@ -1315,6 +1393,9 @@ static PyMethodDef METHODS[] = {
      "half_encode(values, added, left, decoded, payload, room, numel) -> all finite"},
     {"half_decode", py_half_decode, METH_VARARGS,
      "half_decode(payload, out or 0, numel, past) -> squared norm; -1: a scale is not finite"},
+    {"half_bound", py_half_bound, METH_VARARGS,
+     "half_bound(payload, numel) -> at least the squared norm; infinite: maybe a value is; -1: a "
+     "scale is not finite"},
     {"half_mix", py_half_mix, METH_VARARGS,
      "half_mix(payload, mean, numel, share, rest) of a payload that was found sound"},
     {"absmax_encode", py_absmax_encode, METH_VARARGS,
@@ -1322,6 +1403,8 @@ static PyMethodDef METHODS[] = {
     {"absmax_decode", py_absmax_decode, METH_VARARGS,
      "absmax_decode(payload, out or 0, numel, width, past) -> squared norm; -1: a scale is not "
      "finite"},
+    {"absmax_bound", py_absmax_bound, METH_VARARGS,
+     "absmax_bound(payload, numel, width) -> as half_bound"},
     {"absmax_mix", py_absmax_mix, METH_VARARGS,
      "absmax_mix(payload, mean, numel, width, share, rest) of a payload that was found sound"},
     {"sum_into", py_sum_into, METH_VARARGS,
