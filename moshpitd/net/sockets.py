@@ -29,9 +29,9 @@ except ImportError:
 # second-level cache twice; smaller pieces pay for more calls, larger ones hold the lock longer than
 # the 0.1 ms that the other direction may wait.
 SLICE_BYTES = SEGMENT_BYTES
-# A round trip below this is one within a machine or a rack. There the kernel would let megabytes wait
-# for a reader (its buffer grows with the rate), and what waited has left the caches when it is
-# copied. So much may be on its way: 2 GB/s at that round trip, more than a thread opens.
+# A round trip below this is one within a machine or a rack. There the kernel would let megabytes
+# wait for a reader (its buffer grows with the rate), and what waited has left the caches when it is
+# copied. So much may be on its way: 2 GB/s at that round trip, about what a thread takes.
 NEAR_S = 0.0005
 NEAR_WINDOW_BYTES = 1 << 20
 _FAILED = 3  # of a compiled call: the kernel says why

@@ -28,7 +28,6 @@ from moshpitd.tensors.kernels import address, native, takes
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.slices import SLICE_BYTES, scratch, slice_bounds
 
-
 SMALL = 2.0**128
 """A squared norm below this: no value reaches 2^64, and no difference of two can overflow."""
 
