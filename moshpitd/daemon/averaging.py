@@ -7,6 +7,7 @@ with it. A part whose accumulator fails is without a result and says so.
 from __future__ import annotations
 
 import logging
+import math
 from typing import NamedTuple
 
 from moshpitd.core.events import Averaged, Event, PartArrived, PartFailed
@@ -151,7 +152,7 @@ class Reducer:
             payload, values = self._encoded(part, mean)
         except Exception as error:  # the part keeps its local values in all members
             return self._no_result(part, epoch, *encode_failure(codec, error))
-        bad = first_nonfinite(values)
+        bad = None if isinstance(values, Coded) else first_nonfinite(values)
         if bad is not None:
             # Finite contributions can still overflow a narrow type.
             name = shared.layout.tensor_at(part, bad)
@@ -160,19 +161,29 @@ class Reducer:
             )
         crc = shared.made[part.index] = crc32(bytes_of(payload))
         shared.put_in_place(part, values, Held(part.index, epoch, opened.inside, crc))
-        self._auditor.placed(part, values)
+        if not isinstance(values, Coded):
+            self._auditor.placed(part, values)
         self._results[part.index] = Result(payload, opened.inside, epoch, crc)
         return Averaged(shared.group_id, part.index, members_in(opened.inside), crc, epoch)
 
-    def _encoded(self, part: Part, mean: Tensor) -> tuple[Tensor, Tensor]:
+    def _encoded(self, part: Part, mean: Tensor) -> tuple[Tensor, Tensor | Coded]:
         """(payload, its values): all members must hold the same bits, so we take what the others
-        will decode. Where nothing is lost the accumulator's memory is both, and stays."""
+        will decode. Where nothing is lost the accumulator's memory is both, and stays. Finite
+        values may stay coded, to be written down once, where they belong."""
         shared = self._shared
         codec = shared.codecs[part.dtype]
         if codec is RAW:
             shared.encode(part, mean, untyped(mean), result=True)
             return untyped(mean), mean
         payload = shared.rooms.take(codec.payload_bytes(part.numel, part.dtype))
+        if shared.stays_coded(part, payload) and not self._auditor.on:  # it wants to see values
+            shared.encode(part, mean, payload, result=True)
+            found = shared.coded(codec, part, payload)
+            if found is not None and math.isfinite(found.squared):
+                return payload, found
+            values = shared.scratch.take("mean", numel=part.numel, dtype=part.dtype)
+            codec.decode(payload, values)
+            return payload, values
         values = shared.scratch.take("mean", numel=part.numel, dtype=part.dtype)
         shared.encode(part, mean, payload, result=True, decoded=values)
         return payload, values

@@ -76,7 +76,7 @@ AVERAGING_THREADS = min(4, os.cpu_count() or 1)  # bound by memory, and links wa
 # accumulators of 4 MiB and as many payloads of 2. With 32 MiB every such round cleared 50 to 200 MB
 # of new pages in four daemons, 0.4 of 3 s of processor time; with 128 those of the last parts, one
 # sample in fifty. It is memory that an idle daemon keeps.
-ROOMS_BYTES = 160 << 20
+ROOMS_BYTES = 144 << 20
 
 
 class Exchange:

@@ -23,10 +23,11 @@ from moshpitd.daemon.local import LocalValues
 from moshpitd.errors import LocalProtocolError, TrainerError
 from moshpitd.net.frames import FrameKind, Header
 from moshpitd.tensors.codecs import RAW, Codec, codec_for
-from moshpitd.tensors.codecs.compiled import Coded, coded
+from moshpitd.tensors.codecs.compiled import Coded, coded, stays_coded
 from moshpitd.tensors.feedback import LOSSY_DTYPE, ErrorFeedback, Residuals, feeds
 from moshpitd.tensors.layout import Layout, Part
 from moshpitd.tensors.mapped import Rooms, Scratch, Tensor
+from moshpitd.tensors.reduction import SMALL
 
 # Two parts share a lock only by chance; a lock per part would be 100,000 of them in a large model.
 LOCKS = 64
@@ -59,7 +60,9 @@ class Shared:
         self.group_id = opened.group.group_id
         self.index = opened.index
         self.weight = opened.weight
-        self.norm_limit = opened.norm_limit
+        self.norm_limit = limit = opened.norm_limit
+        # A squared norm up to here is small, and refused by nobody: it need not be told exactly.
+        self._harmless = SMALL / 2 if limit is None else min(SMALL / 2, limit * limit)
         self.layout = layout
         self.run_hash = run_hash
         self.codecs = {r.dtype: codec_for(self.group.codec, r.dtype) for r in layout.regions}
@@ -162,10 +165,14 @@ class Shared:
         if part.dtype != LOSSY_DTYPE:
             return None
         began = time.perf_counter()
-        found = coded(codec, payload, part.numel)
+        found = coded(codec, payload, part.numel, enough=self._harmless)
         if found is not None:  # the other half of decoding is part of what is done with it
             self._timed(codec.name, "decode", time.perf_counter() - began)
         return found
+
+    def stays_coded(self, part: Part, payload: Tensor) -> bool:
+        """Whether `coded` has something to give of what the group's codec makes of a part there."""
+        return part.dtype == LOSSY_DTYPE and stays_coded(self.codecs[part.dtype], payload)
 
     def put_in_place(self, part: Part, values: Tensor | Coded, held: Held) -> None:
         """Lock held; `ledger.may_place` said yes."""

@@ -16,6 +16,7 @@ from moshpitd.net.frames import (
     HEADER_BYTES,
     MORE,
     SEAL_IS_ENOUGH,
+    SEGMENT_BYTES,
     FrameKind,
     Header,
 )
@@ -69,6 +70,8 @@ class Channel:
             raise RemoteProtocolError(f"{header.kind.name} without a crc32")
         payload = self._body[: header.length]
         self.receiving = header.length > 0
+        if header.length > SEGMENT_BYTES:
+            self.stream.wire.bound_window()
         self._receive_payload(payload, timeout_s, aside)
         self.receiving = False
         if header.checked and (crc := crc32(payload)) != header.crc:

@@ -17,6 +17,7 @@ from moshpitd.net.channel import Channel, lazy_memory
 from moshpitd.net.frames import CALLER_KINDS, FrameKind, Header
 from moshpitd.net.meter import round_trip_s, unacknowledged
 from moshpitd.net.outbox import URGENT, Outbox, Waiting
+from moshpitd.net.sockets import NEAR_S
 from moshpitd.net.tasks import give_way
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Flow:
 
     def start(self, spawn: Callable[[str, Callable[[], None]], None]) -> None:
         """Start both threads through `spawn(name, target)`."""
+        wire = self._channel.stream.wire
+        wire.near = 0 < round_trip_s(wire.descriptor) < NEAR_S
         name = f"{self._peer_id[-6:]}-{self.number}"
         spawn(f"link-read-{name}", self._read_all)
         spawn(f"link-write-{name}", self._write_all)

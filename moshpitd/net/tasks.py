@@ -39,7 +39,14 @@ async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
 def give_way() -> None:
     """Let this thread have a processor after those that answer people and keep time, where a system
     has priorities for threads (Linux). For those that move values: there are several per peer, and
-    on few cores a call of `status` waited for a turn of each of them."""
+    on few cores a call of `status` waited for a turn of each of them.
+
+    As a batch thread it also lets who runs go on when something arrives for it: who runs may hold
+    the interpreter, and then everybody in that process waits for it to come back."""
+    thread = threading.get_native_id()
     with contextlib.suppress(OSError, AttributeError):
         usual = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), usual + BEHIND)
+        os.setpriority(os.PRIO_PROCESS, thread, usual + BEHIND)
+    with contextlib.suppress(OSError, AttributeError):
+        if os.sched_getscheduler(thread) == os.SCHED_OTHER:  # an operator may have chosen another
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

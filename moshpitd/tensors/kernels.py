@@ -18,7 +18,7 @@ from moshpitd.errors import LocalProtocolError
 try:
     from moshpitd import _native as native
 
-    BUILT = hasattr(native, "sum_into")  # not in one that was built of an older source
+    BUILT = hasattr(native, "half_bound")  # not in one that was built of an older source
 except ImportError:
     native = None  # type: ignore[assignment]
     BUILT = False

@@ -28,6 +28,9 @@ from moshpitd.tensors.kernels import address, native, takes
 from moshpitd.tensors.layout import Layout
 from moshpitd.tensors.slices import SLICE_BYTES, scratch, slice_bounds
 
+SMALL = 2.0**128
+"""A squared norm below this: no value reaches 2^64, and no difference of two can overflow."""
+
 
 class Coded(Protocol):
     """Values of a payload, as `tensors.codecs.compiled.Coded`."""
@@ -239,7 +242,7 @@ def _quick_norm(values: Tensor) -> float:
 
 def is_small(squared: float) -> bool:
     """Whether values of this squared norm (see `examine`) are all below 2^64 in magnitude."""
-    return squared < 2.0**128
+    return squared < SMALL
 
 
 def _mix(mean: Tensor, values: Tensor, *, share: float, rest: float) -> None:

@@ -306,6 +306,43 @@ def test_a_contribution_beyond_the_norm_limit_is_refused_also_where_its_square_o
             assert plane.values("t")[where].abs().max() < 1e6
 
 
+@pytest.mark.parametrize("codec", ["float16", "int8"])
+@pytest.mark.parametrize("limit", [0.5, 2.0])
+def test_a_norm_whose_bound_is_above_the_limit_is_told_exactly(
+    codec: str, limit: float, tmp_path: Path
+) -> None:
+    # One value that is not 0 per part: its square is all, and the bound is a thousand of them.
+    peaks = torch.zeros(4096).index_fill_(0, torch.arange(0, 4096, 1024), 1.0)
+    inputs = [{"weight": peaks}, *[{"weight": torch.zeros(4096)}] * 3]
+    with planes(4, layout_of(inputs[0]), tmp_path) as made:
+        for plane, tensors in zip(made, inputs, strict=True):
+            plane.trainer("t", tensors)
+        group = group_of(made, codec=codec)
+        play_round(made, group, open_round(made, group, norm_limit=limit))
+        close_round(made, group)
+        refused = [e for plane in made for e in plane.quiet() if isinstance(e, PartRefused)]
+        assert {e.reason for e in refused} == ({Reason.NORM} if limit < 1.0 else set())
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8"])
+@pytest.mark.parametrize("size", [1e22, 3e38])
+def test_an_average_whose_square_overflows_is_in_the_same_bits_everywhere(
+    codec: str, size: float, tmp_path: Path
+) -> None:
+    inputs = [{"weight": torch.randn(4096).clamp_(-1, 1) * size} for _ in range(3)]
+    with planes(3, layout_of(inputs[0]), tmp_path) as made:
+        for plane, tensors in zip(made, inputs, strict=True):
+            plane.trainer("t", tensors)
+        group = group_of(made, codec=codec)
+        known = play_round(made, group, open_round(made, group))
+        close_round(made, group)
+        assert all(who == (0, 1, 2) for part in known for who, _ in part.values())
+        want = expected(inputs, [1.0] * 3, lambda _: 2 * CODECS[codec].error_bound(size))
+        for plane in made:
+            assert_close(plane.values("t"), want)
+            assert torch.equal(plane.buckets["t"].data, made[0].buckets["t"].data)
+
+
 # -- failures of our own work ---------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ loss of the link unless both sides said farewell.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from moshpitd.net.channel import Channel
 from moshpitd.net.frames import ASIDE, SEGMENT_BYTES, FrameKind, Header
 from moshpitd.net.identity import Identity
 from moshpitd.net.links import LinkOptions
+from moshpitd.net.sockets import NEAR_WINDOW_BYTES
 from moshpitd.net.tls import Credentials
 from moshpitd.net.traffic import RUNS_MAX
 from moshpitd.net.watch import FLOWS_MAX
@@ -254,3 +256,23 @@ def test_runs_that_a_stranger_invents_are_counted_together(net: Net) -> None:
     net.large.wait(lambda: len(net.large.frames) == 3 * RUNS_MAX)
     assert len(net.large.pool.moved()) <= RUNS_MAX
     assert sum(net.large.pool.moved().values()) == 3 * RUNS_MAX * 52
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_WINDOW_CLAMP"), reason="Linux tells and takes it")
+def test_what_may_wait_in_the_kernel_for_a_near_reader_is_bounded(net: Net) -> None:
+    net.wide()
+    net.large.wait(lambda: net.large.frames)
+    wires = [flow._channel.stream.wire for link in net.large.pool._links for flow in link._flows]
+    assert all(wire.near for wire in wires)  # this machine's loopback
+    option = socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP
+    for wire in wires:  # what the kernel may have made of it meanwhile
+        wire._socket.setsockopt(*option, 8 << 20)
+    wires[0].near = False
+    wires[0].bound_window()
+    assert wires[0]._socket.getsockopt(*option) == 8 << 20
+    wires[0].near = True
+    for part in range(40):
+        net.small.send(net.large, bytes(SEGMENT_BYTES + 1), part=part)
+    net.large.wait(lambda: len(net.large.frames) == 41)
+    clamps = [wire._socket.getsockopt(*option) for wire in wires]
+    assert min(clamps) <= NEAR_WINDOW_BYTES, clamps

@@ -229,7 +229,7 @@ def test_memory_that_does_not_fit_is_refused_before_it_is_written_to() -> None:
 
 def test_the_checksum_is_that_of_zlib() -> None:
     rng = random.Random(5)
-    for size in (*range(300), 4096, 524_352):
+    for size in (*range(300), *range(500, 530), *range(760, 1100, 7), 4096, 524_352):
         payload = rng.randbytes(size)
         assert crc32(payload) == zlib.crc32(payload), size
         assert crc32(memoryview(bytearray(payload))[size // 3 :]) == zlib.crc32(
@@ -324,6 +324,35 @@ def test_mixing_a_payload_in_gives_the_bits_of_decoding_it_first(name: str, nume
             same = mean[:whole].view(torch.int32) == twin[:whole].view(torch.int32)
             assert bool(same.all()), (what, ours, theirs)
             torch.testing.assert_close(mean, twin, rtol=2.0**-22, atol=1e-44)
+
+
+@pytest.mark.parametrize("name", ["float16", "int8"])
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_a_bound_of_the_norm_is_not_below_it_and_is_told_only_where_it_is_enough(
+    name: str, numel: int
+) -> None:
+    codec = codec_for(name, "float32")
+    for what, values in small(numel):
+        payload = payload_of(codec, values)
+        exact = codec.decode_examined(payload, torch.empty(numel))[1]
+        bound = coded(codec, payload, numel, enough=math.inf)
+        assert bound is not None
+        assert exact * (1 - 2.0**-12) <= bound.squared < math.inf, what  # it sums in float32
+        if exact * 1.01 < bound.squared:
+            near = coded(codec, payload, numel, enough=(exact + bound.squared) / 2)
+            assert near is not None
+            assert near.squared == exact, what
+
+
+@pytest.mark.parametrize("at", [0, 5, 131_071, 131_072, 131_072 + 33, 131_072 + 47])
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
+def test_no_bound_hides_a_code_that_is_not_finite(at: int, bits: int) -> None:
+    codec, numel = codec_for("float16", "float32"), 131_072 + 48
+    payload = payload_of(codec, torch.ones(numel).uniform_(-1, 1))
+    payload[8 + 2 * at], payload[9 + 2 * at] = bits & 0xFF, bits >> 8
+    found = coded(codec, payload, numel, enough=2.0**127)
+    assert found is not None
+    assert not math.isfinite(found.squared)
 
 
 @pytest.mark.parametrize("name", ["float16", "int8"])

@@ -64,15 +64,20 @@ async def test_what_tidies_up_is_left_to_it() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads")
 def test_only_the_thread_that_asks_gives_way() -> None:
     found: list[int] = []
+    policies: list[int] = []
 
     def look() -> None:
         give_way()
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        policies.append(os.sched_getscheduler(0))
 
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    policy = os.sched_getscheduler(0)
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     process = os.getpriority(os.PRIO_PROCESS, 0)
     assert found == [min(19, process + BEHIND)]
+    assert policies == [os.SCHED_BATCH if policy == os.SCHED_OTHER else policy]
+    assert os.sched_getscheduler(0) == policy
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == usual

@@ -112,6 +112,9 @@ class AbsmaxCodec(CompiledCodec):
     def _decode_compiled(self, payload: int, out: int, numel: int, past: bool) -> float:
         return native.absmax_decode(payload, out, numel, self.block, past)
 
+    def _bound_compiled(self, payload: int, numel: int) -> float:
+        return native.absmax_bound(payload, numel, self.block)
+
     def _mix_compiled(
         self, payload: int, mean: int, numel: int, *, share: float, rest: float
     ) -> None:

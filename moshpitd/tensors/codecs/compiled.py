@@ -46,6 +46,11 @@ class CompiledCodec(Codec):
         ...
 
     @abstractmethod
+    def _bound_compiled(self, payload: int, numel: int) -> float:
+        """At least the squared norm; infinite where a value may be; -1 as above."""
+        ...
+
+    @abstractmethod
     def _mix_compiled(
         self, payload: int, mean: int, numel: int, *, share: float, rest: float
     ) -> None:
@@ -126,21 +131,29 @@ class CompiledCodec(Codec):
         squared = self._decode_compiled(there, address(out, numel), numel, past)
         return checked_norm(squared, codec=self.name)
 
-    def coded(self, payload: Tensor, numel: int) -> Coded | None:
+    def coded(self, payload: Tensor, numel: int, *, enough: float = 0.0) -> Coded | None:
         """A payload (1-D uint8, as for `decode`) of `numel` float32 that can be used without being
-        decoded first, and what its values are like; None where nothing was compiled for it."""
+        decoded first, and what its values are like; None where nothing was compiled for it. A
+        squared norm that is certainly not above `enough` need not be told exactly."""
         check_payload(payload, self.payload_bytes(numel, "float32"), codec=self.name)
-        if not (self._compiled and takes(payload)):
+        if not self.stays_coded(payload):
             return None
         there = address(payload, payload.numel(), torch.uint8)
-        squared = checked_norm(self._decode_compiled(there, 0, numel, False), codec=self.name)
+        squared = checked_norm(self._bound_compiled(there, numel), codec=self.name)
+        if not squared <= enough:
+            squared = checked_norm(self._decode_compiled(there, 0, numel, False), codec=self.name)
         return Coded(self, payload, numel, squared)
+
+    def stays_coded(self, payload: Tensor) -> bool:
+        """Whether `coded` has something to give for a payload there."""
+        return self._compiled and takes(payload)
 
 
 class Coded:
     """The values of a payload that are never written down. Invariant: its scales are finite.
 
-    `squared`: their squared norm as `decode_examined` tells it; not finite if a value is not.
+    `squared`: their squared norm as `decode_examined` tells it, not finite if a value is not; or a
+    bound of it that was enough for who asked.
     """
 
     __slots__ = ("_codec", "_payload", "numel", "squared")
@@ -162,6 +175,13 @@ class Coded:
         )
 
 
-def coded(codec: Codec, payload: Tensor, numel: int) -> Coded | None:
+def coded(codec: Codec, payload: Tensor, numel: int, *, enough: float = 0.0) -> Coded | None:
     """`CompiledCodec.coded` of a codec that may be any."""
-    return codec.coded(payload, numel) if isinstance(codec, CompiledCodec) else None
+    if not isinstance(codec, CompiledCodec):
+        return None
+    return codec.coded(payload, numel, enough=enough)
+
+
+def stays_coded(codec: Codec, payload: Tensor) -> bool:
+    """`CompiledCodec.stays_coded` of a codec that may be any."""
+    return isinstance(codec, CompiledCodec) and codec.stays_coded(payload)

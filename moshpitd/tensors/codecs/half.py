@@ -121,6 +121,9 @@ class HalfCodec(CompiledCodec):
     def _decode_compiled(self, payload: int, out: int, numel: int, past: bool) -> float:
         return native.half_decode(payload, out, numel, past)
 
+    def _bound_compiled(self, payload: int, numel: int) -> float:
+        return native.half_bound(payload, numel)
+
     def _mix_compiled(
         self, payload: int, mean: int, numel: int, *, share: float, rest: float
     ) -> None:
