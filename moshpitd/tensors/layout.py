@@ -29,7 +29,7 @@ LARGE_PART_BYTES = 4 << 20  # 8 MiB of float64 with its slack would not fit a fr
 # speed the one with a part more than its share carries a tenth more at most.
 PARTS_AT_LEAST = 64
 MAX_TENSORS = 1 << 20  # a name and a shape each; above this the schema itself becomes a load
-MAX_PARTS = 1 << 20  # 4 TiB in the largest default's parts; assignments and outcomes list every part
+MAX_PARTS = 1 << 20  # 4 TiB in parts of 4 MiB; assignments and outcomes list every part
 MAX_BUCKET_BYTES = 1 << 62  # what an offset on the wire and in mmap can say
 MAX_NAME_BYTES = 1024
 MAX_DIMENSIONS = 64  # torch's own bound

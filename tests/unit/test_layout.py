@@ -321,8 +321,18 @@ def test_digest_is_of_the_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("mib", "part_kib"),
-    [(0, 256), (1, 256), (31, 256), (32, 512), (64, 1024), (127, 1024), (128, 2048), (255, 2048),
-     (256, 4096), (1 << 20, 4096)],
+    [
+        (0, 256),
+        (1, 256),
+        (31, 256),
+        (32, 512),
+        (64, 1024),
+        (127, 1024),
+        (128, 2048),
+        (255, 2048),
+        (256, 4096),
+        (1 << 20, 4096),
+    ],
 )
 def test_parts_grow_with_the_model_while_there_are_enough_to_share_out(
     mib: int, part_kib: int
