@@ -1,4 +1,4 @@
-"""The lanes of a round keep pace: who is ahead waits, but for nobody who stands, and not for long."""
+"""The lanes of a round keep pace: who is ahead waits, but for nobody that stands, nor for long."""
 
 from __future__ import annotations
 
