@@ -205,7 +205,9 @@ def _in_step(together: Abreast, peer_id: str, frames: Iterator[Frame]) -> Iterat
     def paced(payload_fn: PayloadFunction) -> PayloadFunction:
         def in_step(room: memoryview) -> bytes | bytearray | memoryview:
             together.take(peer_id)
-            return payload_fn(room)
+            payload = payload_fn(room)
+            together.took(len(payload))
+            return payload
 
         return in_step
 

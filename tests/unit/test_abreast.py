@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from moshpitd.daemon.abreast import AHEAD, STALL_S, Abreast
+from moshpitd.daemon.abreast import AHEAD, FAST_BYTES_PER_S, STALL_S, Abreast
 
 LONG_S = 60.0  # a wait that the test ends, not its bound
 
@@ -88,6 +88,18 @@ def test_what_stands_still_is_judged_by_the_lane_s_own_pace() -> None:
     assert together.ahead("a")
     clock.now += 2.0
     assert not together.ahead("a")
+
+
+def test_where_no_line_is_the_limit_nobody_waits() -> None:
+    clock, together = two(20, 20)
+    clock.now += 0.1
+    takes(together, "a", AHEAD + 1)
+    together.took(int(FAST_BYTES_PER_S * 0.1))
+    assert together.ahead("a")
+    together.took(1)
+    assert not together.ahead("a")
+    clock.now += 0.1
+    assert together.ahead("a")
 
 
 @pytest.mark.parametrize("how", ["goes on", "is lost", "is over"])
