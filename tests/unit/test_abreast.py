@@ -92,13 +92,13 @@ def test_what_stands_still_is_judged_by_the_lane_s_own_pace() -> None:
 
 def test_where_no_line_is_the_limit_nobody_waits() -> None:
     clock, together = two(20, 20)
-    clock.now += 0.1
+    clock.now += 0.125
     takes(together, "a", AHEAD + 1)
-    together.took(int(FAST_BYTES_PER_S * 0.1))
+    together.took(int(FAST_BYTES_PER_S * 0.125))
     assert together.ahead("a")
     together.took(1)
     assert not together.ahead("a")
-    clock.now += 0.1
+    clock.now += 0.125
     assert together.ahead("a")
 
 
