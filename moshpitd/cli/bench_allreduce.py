@@ -205,7 +205,8 @@ def _judge(report: dict[str, Any]) -> None:
     against_gloo = {"float16": 2.0, "int8": 1.6}.get(report["codec"])
     if report["security"] == "authenticated":
         against_gloo = {"float16": 1.4}.get(report["codec"])
-    bars, out = [], refused(report["results"][0])
+    out = refused(report["results"][0])
+    bars = []
     if against_gloo is not None and "gloo" in report["ratios"]:
         bars.append(Bar("time, in gloo's", report["ratios"]["gloo"], against_gloo, out))
     if "hivemind" in report["ratios"]:
