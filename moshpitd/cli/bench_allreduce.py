@@ -199,17 +199,18 @@ def check_memory(need: int) -> None:
 
 
 def _judge(report: dict[str, Any]) -> None:
-    from moshpitd.cli.bench_figures import Bar
+    from moshpitd.cli.bench_figures import Bar, refused
     from moshpitd.cli.bench_memory import memory_bars
 
     against_gloo = {"float16": 2.0, "int8": 1.6}.get(report["codec"])
     if report["security"] == "authenticated":
         against_gloo = {"float16": 1.4}.get(report["codec"])
+    out = refused(report["results"][0])
     bars = []
     if against_gloo is not None and "gloo" in report["ratios"]:
-        bars.append(Bar("time, in gloo's", report["ratios"]["gloo"], against_gloo))
+        bars.append(Bar("time, in gloo's", report["ratios"]["gloo"], against_gloo, out))
     if "hivemind" in report["ratios"]:
-        bars.append(Bar("time, in hivemind's", report["ratios"]["hivemind"], 1 / 6))
+        bars.append(Bar("time, in hivemind's", report["ratios"]["hivemind"], 1 / 6, out))
     formula, sent = report["bytes_formula"], report["results"][0]["bytes_sent"]
     if formula and sent is not None:
         beyond = sent / formula - 1
@@ -247,4 +248,4 @@ def _show(report: dict[str, Any]) -> None:
         )
     ]
     out.print(text(f"a daemon's own memory grows by {size(max(grown))} in a round (its peak)"))
-    show_bars([Bar(one["what"], one["value"], one["at_most"]) for one in report["bars"]])
+    show_bars([Bar.again(one) for one in report["bars"]])

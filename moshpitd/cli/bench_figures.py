@@ -23,18 +23,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a figure is held against. `met` is None where the figure does not exist."""
+    """What a figure is held against. `met` is None where the figure does not exist. A figure that
+    `refused` rounds are not in meets nothing: what is left of them is what went well."""
 
     what: str
     value: float | None
     at_most: float
+    refused: int = 0
 
     @property
     def met(self) -> bool | None:
-        return None if self.value is None else self.value <= self.at_most
+        return None if self.value is None else self.value <= self.at_most and not self.refused
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "met": self.met}
+
+    @classmethod
+    def again(cls, told: Mapping[str, Any]) -> Bar:
+        """Of what `as_dict` made."""
+        return cls(told["what"], told["value"], told["at_most"], told["refused"])
 
 
 def median(values: Iterable[float]) -> float | None:
@@ -61,6 +68,11 @@ def summary(system: str, rounds: Sequence[Measured]) -> dict[str, Any]:
         "seconds": [round(one.seconds, 6) for one in good],
         "troubles": [one.trouble for one in rounds if one.trouble],
     }
+
+
+def refused(*results: Mapping[str, Any]) -> int:
+    """Rounds of these `results` that do not count."""
+    return sum(one["rounds"] - one["counted"] for one in results)
 
 
 def phases_of(rounds: Sequence[Measured]) -> dict[str, float]:
@@ -105,6 +117,8 @@ def show_bars(bars: Sequence[Bar]) -> None:
             None: ("no figure", "yellow"),
         }[bar.met]
         line = f"bar: {bar.what}: {words(bar.value)}, at most {bar.at_most:.4g}: {word}"
+        if bar.refused:
+            line += f", {bar.refused} of its rounds do not count"
         console().print(text(line, style))
 
 

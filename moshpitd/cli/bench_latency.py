@@ -129,13 +129,14 @@ def ratios(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | Non
 
 
 def _bars(report: dict[str, Any]) -> list[dict[str, Any]]:
-    from moshpitd.cli.bench_figures import Bar
+    from moshpitd.cli.bench_figures import Bar, refused
 
     at_most = COLD_AT_MOST.get(report["peers"])
     if at_most is None:
         return []
     cold = next(one for one in report["results"] if one["kind"] == "cold")
-    return [Bar(f"{report['peers']} peers, cold, seconds", cold["median_s"], at_most).as_dict()]
+    what = f"{report['peers']} peers, cold, seconds"
+    return [Bar(what, cold["median_s"], at_most, refused(cold)).as_dict()]
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -166,4 +167,4 @@ def _show(report: dict[str, Any]) -> None:
     for name, by_kind in report["ratios"].items():
         each = ", ".join(f"{kind} {words(value)}" for kind, value in by_kind.items())
         out.print(text(f"ours / {name}: {each}"))
-    show_bars([Bar(one["what"], one["value"], one["at_most"]) for one in report["bars"]])
+    show_bars([Bar.again(one) for one in report["bars"]])

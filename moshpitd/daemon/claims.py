@@ -27,7 +27,7 @@ from moshpitd.daemon.settings import Settings
 from moshpitd.errors import ConfigError
 
 # Buckets of so many parts must fit at start: with less, no model can be averaged here.
-SMALL_PART_BYTES = 1 << 20  # of a small model (tensors.layout, which would bring torch along)
+USUAL_PART_BYTES = 1 << 20  # of a model of 64 MiB (tensors.layout, which would bring torch along)
 MIN_BUFFER_PARTS = 4
 
 Wanted: TypeAlias = tuple[str, Address, socket.SocketKind]
@@ -165,7 +165,7 @@ def claim(settings: Settings) -> Claims:
                     expected="a key file of this daemon's own",
                 )
             )
-        part_bytes = settings.averaging.part_bytes or SMALL_PART_BYTES
+        part_bytes = settings.averaging.part_bytes or USUAL_PART_BYTES
         check_buffers(paths.buffers_dir, room=MIN_BUFFER_PARTS * part_bytes)
         claims.locks.append(claim_socket(paths.socket))
         check_ports(settings)

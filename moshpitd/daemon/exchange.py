@@ -360,7 +360,9 @@ class Exchange:
         to = current.group.members[effect.to].peer_id
         takes = self._links.takes(to) if self._links is not None and run.choices else None
         frames = current.frames(effect, takes=takes)
-        self._pacer.put(to, effect.group_id, frames, priority=ROUND_PRIORITY)
+        first = isinstance(effect, Push) and not effect.result and effect.epoch == 0
+        count = len(effect.parts) if first else 0
+        self._pacer.put(to, effect.group_id, frames, priority=ROUND_PRIORITY, abreast=count)
 
     def _average(self, run: Ongoing, effect: Average) -> None:
         current = run.rounds.get(effect.group_id)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
+from moshpitd.daemon.abreast import Abreast
 from moshpitd.errors import LocalProtocolError, MoshpitError, TransportError
 from moshpitd.net.frames import Header
 
@@ -109,10 +110,25 @@ class Pacer:
         self._links = links
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
+        self._rounds: dict[bytes, Abreast] = {}
         self._numbers = itertools.count()
 
-    def put(self, peer_id: str, group: bytes, frames: Iterator[Frame], *, priority: int) -> None:
-        """Send `frames` in order; those of lower priority numbers first."""
+    def put(
+        self,
+        peer_id: str,
+        group: bytes,
+        frames: Iterator[Frame],
+        *,
+        priority: int,
+        abreast: int = 0,
+    ) -> None:
+        """Send `frames` in order; those of lower priority numbers first. `abreast`: so many they
+        are, and they keep pace with those to other peers of the group that are put so."""
+        if abreast:
+            with self._lock:
+                together = self._rounds.setdefault(group, Abreast())
+            together.join(peer_id, abreast)
+            frames = _in_step(together, peer_id, frames)
         with self._lock:
             lane = self._lanes.setdefault(peer_id, _Lane())
             heapq.heappush(lane.streams, (priority, next(self._numbers), group, frames))
@@ -122,6 +138,9 @@ class Pacer:
         """The link is lost, and with it what waited in it."""
         with self._lock:
             self._lanes.pop(peer_id, None)
+            rounds = list(self._rounds.values())
+        for together in rounds:
+            together.leave(peer_id)
 
     def discard(self, group: bytes) -> None:
         """Nothing of this group is sent any more, to anybody."""
@@ -131,6 +150,9 @@ class Pacer:
                 heapq.heapify(lane.streams)
                 lane.ahead.pop(group, None)
             peers = list(self._lanes)
+            together = self._rounds.pop(group, None)
+        if together is not None:
+            together.end()
         self._links.discard(group)
         for peer_id in peers:
             self._fill(peer_id)
@@ -177,3 +199,18 @@ class Pacer:
             return payload_fn(room)
 
         return next_then_payload
+
+
+def _in_step(together: Abreast, peer_id: str, frames: Iterator[Frame]) -> Iterator[Frame]:
+    def paced(payload_fn: PayloadFunction) -> PayloadFunction:
+        def in_step(room: memoryview) -> bytes | bytearray | memoryview:
+            together.take(peer_id)
+            payload = payload_fn(room)
+            together.took(len(payload))
+            return payload
+
+        return in_step
+
+    for header, payload_fn in frames:
+        yield header, paced(payload_fn)
+    together.leave(peer_id)

@@ -168,7 +168,7 @@ class _AveragingOwn(_Section):
     float32, and codecs whose error it cannot keep below the size of the parameters."""
     part_bytes: int = Field(default=0, ge=0, le=1 << 26, multiple_of=64)
     """Size of a part, the unit of arithmetic and of loss; 4096 or more, and the same on all nodes
-    of a run. 0: by the size of the model, 1 MiB, and 4 MiB from 256 MiB on."""
+    of a run. 0: by the size of the model, 256 KiB, and 4 MiB from 256 MiB on."""
     topology_file: str = ""
     """TOML file with the PeerIDs that exchange with each other, for trainers that say
     topology = "own"; the same on all nodes (configs/topology.toml). Empty: there is no such

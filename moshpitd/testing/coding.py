@@ -25,13 +25,13 @@ from moshpitd.tensors.rules.common import weighted_sum
 from moshpitd.tensors.rules.errorfeedback import feed_back
 from moshpitd.tensors.rules.onebit import ServerErrors, Span, equal_spans, pad, padded_size
 
-PART_ELEMENTS = (1 << 20) // 4  # a part of the daemon: 1 MiB of float32
+PART_ELEMENTS = (256 << 10) // 4  # a part of the daemon, of a small model: 256 KiB of float32
 
 
 class Cut(Enum):
     """Which elements share a scale, on the way to the servers and back."""
 
-    PARTS = "parts"  # the daemon's: pieces of 1 MiB both ways; a server's own travels nowhere
+    PARTS = "parts"  # the daemon's: pieces of 256 KiB both ways; a server's own travels nowhere
     TENSORS = "tensors"  # one tensor, one scale (EF-SignSGD)
     DEEPSPEED = "deepspeed"  # whole padded buffer on the way in, n chunks on the way back
     BAGUA = "bagua"  # n chunks both ways, padded to a multiple of n

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moshpitd.cli import bench_systems
-from moshpitd.cli.bench_figures import Bar, ratio, summary, write_json
+from moshpitd.cli.bench_figures import Bar, ratio, refused, show_bars, summary, write_json
 from moshpitd.cli.bench_latency import ratios
 from moshpitd.cli.bench_systems import Measured, not_the_mean, not_whole
 from moshpitd.cli.main import app
@@ -56,6 +56,15 @@ def test_a_ratio_is_our_median_over_theirs() -> None:
 
 def test_a_bar_without_a_figure_is_neither_met_nor_missed() -> None:
     assert [Bar("", value, 1.0).met for value in (0.5, 1.0, 1.1, None)] == [True, True, False, None]
+
+
+def test_a_bar_that_rounds_were_refused_for_is_not_met(capsys: pytest.CaptureFixture[str]) -> None:
+    found = summary("x", rounds())
+    bar = Bar("ours", 0.5, 1.0, refused(found, summary("y", rounds()[:2])))
+    assert (bar.refused, bar.met) == (1, False)
+    assert Bar.again(bar.as_dict()) == bar
+    show_bars([bar])
+    assert "MISSED, 1 of its rounds do not count" in capsys.readouterr().out
 
 
 def test_only_complete_with_everybody_counts() -> None:

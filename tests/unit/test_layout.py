@@ -320,11 +320,23 @@ def test_digest_is_of_the_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mib", "part_mib"), [(0, 1), (1, 1), (127, 1), (128, 2), (255, 2), (256, 4), (1 << 20, 4)]
+    ("mib", "part_kib"),
+    [
+        (0, 256),
+        (1, 256),
+        (31, 256),
+        (32, 512),
+        (64, 1024),
+        (127, 1024),
+        (128, 2048),
+        (255, 2048),
+        (256, 4096),
+        (1 << 20, 4096),
+    ],
 )
 def test_parts_grow_with_the_model_while_there_are_enough_to_share_out(
-    mib: int, part_mib: int
+    mib: int, part_kib: int
 ) -> None:
     layout = Layout.from_specs([TensorSpec("a", (mib << 18,), "float32")] if mib else [])
-    assert layout.part_bytes == part_mib << 20
-    assert part_mib == 1 or len(layout.parts) >= PARTS_AT_LEAST
+    assert layout.part_bytes == part_kib << 10
+    assert part_kib == 256 or len(layout.parts) >= PARTS_AT_LEAST

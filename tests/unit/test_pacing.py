@@ -130,3 +130,29 @@ def test_a_link_that_takes_nothing_is_not_an_error_here() -> None:
         link.refuses = None
         pacer.put("a", group(2), frames(range(2), 2), priority=0)
         assert link.write_all() == [0, 1]
+
+
+def test_a_push_that_keeps_pace_with_others_goes_out_whole_and_in_order() -> None:
+    link, pacer = paced()
+    pacer.put("a", group(1), frames(range(40)), priority=0, abreast=40)
+    pacer.put("b", group(1), frames(range(100, 140)), priority=0, abreast=40)
+    sent = link.write_all()
+    assert [part for part in sent if part < 100] == list(range(40))
+    assert [part for part in sent if part >= 100] == list(range(100, 140))
+
+
+def test_a_lane_is_not_waited_for_when_its_link_is_lost_or_its_round_is_over() -> None:
+    _, pacer = paced()
+    for number in (1, 2):
+        pacer.put("a", group(number), frames(range(40), number), priority=0, abreast=40)
+        pacer.put("b", group(number), frames(range(40), number), priority=0, abreast=40)
+    first, second = (pacer._rounds[group(number)] for number in (1, 2))
+    for together in (first, second):
+        for _ in range(10):
+            together.take("a", 0.0)
+        assert together.ahead("a")
+    pacer.forget("b")
+    assert not first.ahead("a")
+    assert not second.ahead("a")
+    pacer.discard(group(1))
+    assert list(pacer._rounds) == [group(2)]

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 from moshpitd.tensors.codecs import CODECS, Codec
-from moshpitd.tensors.layout import DEFAULT_PART_BYTES
 from moshpitd.tensors.slices import SLICE_BYTES
 
 # How many values a call has, and how many such a pass goes through.
-PLACES = {"slices": (SLICE_BYTES // 4, 1), "memory": (DEFAULT_PART_BYTES // 4, 64)}
+PLACES = {"slices": (SLICE_BYTES // 4, 1), "memory": ((1 << 20) // 4, 64)}
 PASS_VALUES = 1 << 24  # about 10 ms a pass
 # What the data path needs of the codecs that carry parameters, so that the wire is the limit.
 BARS = {"int8": {"encode": 2.0, "decode_add": 8.0}, "float16": {"encode": 6.0, "decode_add": 8.0}}
