@@ -5,12 +5,13 @@ scenario and commit.
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import os
 import subprocess
 import tomllib
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,11 @@ def run_seed(job: tuple[dict[str, Any], int, Path | None], *, last: bool = False
     nobody needs to look for what it has left: of ten thousand peers that takes a while."""
     use_compiled()
     from moshpitd.sim.checks import Violation
-    from moshpitd.sim.world import World
+    from moshpitd.sim.meters import Figures, Row
+    from moshpitd.sim.world import Report, World
 
+    for kind in (Report, Figures, Row):
+        copyreg.pickle(kind, _as_call)
     table, seed, path = job
     world = World(world_of(table, seed, path))
     gc.disable()  # a search reads millions of records, and there are next to no cycles
@@ -82,6 +86,12 @@ def run_seed(job: tuple[dict[str, Any], int, Path | None], *, last: bool = False
             gc.freeze()
         gc.enable()
     return Verdict(seed, report.peers, report)
+
+
+def _as_call(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """For pickle, on the way to another process: a compiled frozen object takes no values but those
+    that it is made with."""
+    return type(value), tuple(getattr(value, one.name) for one in fields(value))
 
 
 def again(path: Path | None, seed: int) -> str:

@@ -52,10 +52,10 @@ def run_python(*words: str, interpreted: bool) -> str:
     ).stdout
 
 
-def figures(folder: Path, seed: int, *, interpreted: bool) -> dict[str, Any]:
+def figures(folder: Path, verb: str, *options: str, interpreted: bool) -> dict[str, Any]:
     world, found = folder / "world.toml", folder / f"{interpreted}.json"
     world.write_text(WORLD, encoding="ascii")
-    words = ("sim", "run", str(world), "--seed", str(seed), "--json", str(found))
+    words = ("sim", verb, str(world), "--json", str(found), *options)
     run_python("-m", "moshpitd.cli.main", *words, interpreted=interpreted)
     shown: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
     return shown
@@ -64,12 +64,20 @@ def figures(folder: Path, seed: int, *, interpreted: bool) -> dict[str, Any]:
 @built
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_compiled_run_comes_to_the_same_in_every_figure(tmp_path: Path, seed: int) -> None:
-    plain = figures(tmp_path, seed, interpreted=True)
-    compiled = figures(tmp_path, seed, interpreted=False)
+    plain = figures(tmp_path, "run", "--seed", str(seed), interpreted=True)
+    compiled = figures(tmp_path, "run", "--seed", str(seed), interpreted=False)
     assert (plain.pop("compiled"), compiled.pop("compiled")) == (False, True)
     del plain["wall_s"], compiled["wall_s"]
     assert plain == compiled
     assert plain["events"] > 1_000
+
+
+@built
+def test_compiled_reports_come_back_from_other_processes(tmp_path: Path) -> None:
+    options = ("--seeds", "2", "--processes", "2")
+    plain, compiled = (figures(tmp_path, "soak", *options, interpreted=it) for it in (True, False))
+    assert plain["worlds"] == compiled["worlds"]
+    assert all(world["digest"] for world in compiled["worlds"])
 
 
 @built
