@@ -226,7 +226,7 @@ def test_first_difference_is_one_sentence() -> None:
         layout.first_difference([here[0], TensorSpec("fc2", (10,), "float16")])
         == "tensor 'fc2' is float32 [10] here but float16 [10] there"
     )
-    assert layout.first_difference(here, 64) == "part_bytes is 1048576 here but 64 there"
+    assert layout.first_difference(here, 64) == "part_bytes is 262144 here but 64 there"
     assert Layout.from_specs(here, 64).schema_digest != layout.schema_digest
     assert Layout.from_specs(here[:1]).schema_digest != layout.schema_digest
 
