@@ -1,21 +1,23 @@
 """Who is too slow for the others, and what follows: a round is not paced by the slowest link.
 
 Every part waits for everybody's contribution, so one member on a link ten times slower would make
-the round ten times longer for all. A reducer knows when most members had delivered everything;
-whoever takes far longer than that is told so in the reducers' Parity. Told by most of them twice in
-a row, it offers only as many parts as it can bring in the others' time, others in each round, and
-says at once which will not come (`Without`), so that nobody waits for them and nothing is sent in
-vain. What it offers grows again while it is in time. The reducer's own bound is for those that are
-slow and do not know it: as long beyond the others as a silent one is waited for, and they are left
-out of the parts that they have not delivered.
+the round ten times longer for all. A reducer knows when most members had delivered everything, and
+what their lines still had to carry then; whoever takes far longer to deliver than they need for the
+whole round is told so in the reducers' Parity. Told by most of them twice in a row, it offers only
+as many parts as it can bring in the others' time, others in each round, and says at once which will
+not come (`Without`), so that nobody waits for them and nothing is sent in vain. What it offers
+grows again while it is in time. The reducer's own bound is for those that are slow and do not know
+it: as long beyond the others as a silent one is waited for, and they are left out of the parts that
+they have not delivered.
 
-One rule: being late is no fault. It is judged only against what most others needed at the same
-reducer, only when we listen (a starved judge finds nobody late), and never sooner than silence
-would be; results still go to whoever is late, and it gets no strike.
+One rule: being late is no fault. It is judged only against what most others need of the same round,
+seen from the same reducer, only when we listen (a starved judge finds nobody late), and never
+sooner than silence would be; results still go to whoever is late, and it gets no strike.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -42,6 +44,10 @@ GROWTH = 0.125
 """What is offered grows by so much after a round in time, by twice as much after the next: back at
 everything within seven rounds from a tenth, and a slow link is tried rarely."""
 MOST, SOME = 1 / 2, 1 / 4  # of the reducers that our parts went to
+MOST_AHEAD = 4.0
+"""Of the time in which a member delivered, for all that its line has to carry: 2 where all reduce
+alike, 3 where half of them do. Where few reduce nearly all, what it took to begin would count more
+than its line."""
 WHOLE = 1000  # shares are told in thousandths
 
 
@@ -115,6 +121,10 @@ class Lateness:
     withheld: dict[int, bool] = field(default_factory=dict)  # parts that we do not contribute to
     asked: dict[int, bool] = field(default_factory=dict)  # members that our parts went to
     parts: int = 0  # of others, that we could contribute to
+    reduces: Counter[int] = field(init=False)  # member -> parts, by assignment
+
+    def __post_init__(self) -> None:
+        self.reduces = Counter(self.st.reducers)
 
     # -- our own contribution
 
@@ -164,6 +174,7 @@ class Lateness:
         lane.part_at = st.now
         lane.first_at = lane.first_at if lane.parts_in else st.now
         lane.parts_in += 1
+        lane.ahead = self._ahead(sender, lane)
         if lane.owes_parts:
             return
         needed = self._needed_s(but=sender)
@@ -209,7 +220,7 @@ class Lateness:
         last, needed = at + SPARE * (useless_s - silent_s), self._needed_s()
         if needed is None:
             return last
-        return max(at, min(last, self.started + self._bound_s(needed, silent_s)))
+        return max(at, min(last, self.started + self._bound_s(silent_s)))
 
     def give_up(self, index: int) -> Reason:
         """It is not waited for any more. Who is heard is told that it is late, or it would be left
@@ -228,19 +239,32 @@ class Lateness:
             return False
         return self.st.now - self.judged_at < self.st.params.silence_min_s
 
-    def _bound_s(self, needed: float, patience: float) -> float:
+    def _bound_s(self, patience: float, but: int = -1) -> float:
+        """For who is not known to be slow, when most have delivered: `slow_ratio` times what the
+        round would take the others, because with it in it takes so long for them too."""
+        needed = self._needed_s(but, whole=True) or 0.0
         return max(needed * self.st.params.slow_ratio, needed + patience)
 
     def _contributors(self) -> list[int]:
         return [i for i in self.st.others() if self.st.group.members[i].weight > 0]
 
-    def _needed_s(self, but: int = -1) -> float | None:
-        """How long most members (with ourselves) needed to deliver to us all that they offer; None
-        while most have not. A few that are far slower than those do not stretch it."""
+    def _ahead(self, index: int, lane: Lane) -> float:
+        """What the line of a member that has just delivered has to carry in this round, in what it
+        has carried so far: the results of its own parts go to everybody, and wait for whoever is
+        slow. Of what went to others we see as much as went to us."""
+        its = self.reduces[index]
+        offers, others = len(self.st.reducers) - its, len(self.st.lanes) - 1
+        carried = offers + others * max(0, its - lane.owes_results)
+        return min(MOST_AHEAD, max(1.0, (offers + others * its) / max(1, carried)))
+
+    def _needed_s(self, but: int = -1, *, whole: bool = False) -> float | None:
+        """How long most members (with ourselves) needed to deliver to us all that they offer, or
+        need for the `whole` round at that pace; None while most have not delivered. A few that are
+        far slower than those do not stretch it."""
         contributors = self._contributors()
         lanes = [self.st.lanes[i] for i in contributors if i != but]
         done = sorted(
-            lane.part_at - self.started
+            (lane.part_at - self.started) * (lane.ahead if whole else 1.0)
             for lane in lanes
             if lane.parts_in and not lane.owes_parts and not lane.slow
         )
@@ -263,7 +287,7 @@ class Lateness:
         patience = params.part_timeout_s
         if not leave_out:
             patience = self.quiet.limit_s(self.st.group.members[index].peer_id)
-        return self.looks >= LOOKS and took > self._bound_s(needed, patience)
+        return self.looks >= LOOKS and took > self._bound_s(patience, but=index)
 
     def _find(self, index: int, lane: Lane, needed: float) -> None:
         if index in self.found:

@@ -45,10 +45,11 @@ class Params:
     One whose link is heard may be sending, and is left out when it is too slow (`slow_ratio`), at
     the latest half as long again after its last part."""
     slow_ratio: float = 3.0
-    """A member that needs so many times what most others need to deliver its contribution (and
-    longer than silence would be borne) is slow: told so twice in a row it offers fewer parts, and
-    at `part_timeout_s` beyond the others it is left out of those that it has not delivered. Three:
-    peers of uneven links within that are waited for. 1e6 waits for everybody."""
+    """A member that needs so many times what most others need for the whole round to deliver its
+    contribution (and longer than silence would be borne) is slow: told so twice in a row it offers
+    fewer parts, and at `part_timeout_s` beyond the others it is left out of those that it has not
+    delivered. Three: a link at a quarter of the others' rate is waited for, one at a tenth is not,
+    because who reduces carries up to twice what who does not has to. 1e6 waits for everybody."""
     result_timeout_s: float = 25.0
     """A reducer that delivers nothing for so long is given up; it may itself be waiting for a
     silent sender."""

@@ -28,6 +28,7 @@ class Lane:
     named: bool = False  # as another member says
     first_at: float = 0.0  # its first contribution to a part of ours was here
     part_at: float = 0.0  # and its last so far
+    ahead: float = 1.0  # all that its line carries in the round, of what it had carried by then
     parts_in: int = 0
     says_late: tuple[int, ...] = ()  # whom it found late
 

@@ -203,11 +203,42 @@ class Bulk:
                 payload = _spoiled(node, payload)
                 call, index = self._result_arrived, round_.index
                 self._wire.send(node, other, stamp, call, part, index, payload, effect.epoch)
-            elif part not in round_.results:  # else the bucket holds the result by now
-                values = round_.value[self._options.slice_of(part)].copy()
-                values = values if node.liar is None else node.liar.pushes(values)
-                call_ = self._contribution_arrived
-                self._wire.send(node, other, stamp, call_, part, round_.index, values, effect.epoch)
+            elif not self._options.parts_overtake:
+                self._contribute(node, round_, other, stamp, part, effect.epoch)
+        if self._options.parts_overtake and not effect.result:
+            if not round_.leaving:
+                self._world.later(0.0, self._abreast, node, round_)
+            round_.leaving.append((other, stamp, effect))
+
+    def _abreast(self, node: Node, round_: Round) -> None:
+        """Contributions to several reducers leave in turn, as the daemon's do."""
+        leaving, round_.leaving = round_.leaving, []
+        if node.plane.rounds.get(round_.group.group_id) is not round_:
+            return
+        turns = [
+            ((index + 1) / len(effect.parts), lane, part)
+            for lane, (_, _, effect) in enumerate(leaving)
+            for index, part in enumerate(effect.parts)
+        ]
+        for _, lane, part in sorted(turns):
+            other, stamp, effect = leaving[lane]
+            self._contribute(node, round_, other, stamp, part, effect.epoch)
+
+    def _contribute(
+        self,
+        node: Node,
+        round_: Round,
+        other: Node,
+        stamp: tuple[bytes, int],
+        part: int,
+        epoch: int,
+    ) -> None:
+        if part in round_.results:
+            return  # the bucket holds it by now
+        values = round_.value[self._options.slice_of(part)].copy()
+        values = values if node.liar is None else node.liar.pushes(values)
+        call, index = self._contribution_arrived, round_.index
+        self._wire.send(node, other, stamp, call, part, index, values, epoch)
 
     def _hand_over(self, node: Node, effect: HandOver) -> None:
         round_ = node.plane.rounds.get(effect.group_id)

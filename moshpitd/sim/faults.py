@@ -93,7 +93,8 @@ class Options:
     """...and the spread of that between nodes (lognormal)."""
     parts_overtake: bool = False
     """Parts take a receiver's downlink in the order in which they get there, not in which they were
-    queued: of a slow sender among fast ones, whose queue would hold up everybody's."""
+    queued: of a slow sender among fast ones, whose queue would hold up everybody's. And what it
+    contributes leaves for all reducers in turn, or most would not meet it as a slow one."""
     clock_spread_s: float = 1e6
     """Each node's monotonic clock starts somewhere in here: no two share one."""
     clock_rate: float = 0.0

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from moshpitd.core.effects import Effect
+from moshpitd.core.effects import Effect, Push
 from moshpitd.core.events import Event
 from moshpitd.core.messages import Group, Lineage, Message
 from moshpitd.core.outcome import Outcome
@@ -113,6 +113,7 @@ class Round:
         default_factory=set
     )  # membership only, never iterated
     lost: set[int] = field(default_factory=set)
+    leaving: list[tuple[Node, tuple[bytes, int], Push]] = field(default_factory=list)
     lingers: bool = False  # the buckets went back, and nothing that comes is used
     settled: bool = False  # it has said Parity (or closed): nothing of it changes any more
     returned: set[str] = field(default_factory=set)  # trainers whose bucket is not its own any more

@@ -309,6 +309,44 @@ def test_the_word_of_one_reducer_makes_the_others_leave_nobody_out() -> None:
     assert wires.mixed(SLOW) == list(range(PARTS))
 
 
+PACE_S = 0.1  # of the others' line, for one part: lateness is told beyond what silence is borne
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_a_link_at_a_quarter_of_the_others_rate_is_waited_for(count: int) -> None:
+    """It has nothing to carry but its contribution; they carry what they reduce as well. Theirs
+    were delivered in less than a third of its time all the same."""
+    wires = uneven(count, slower=4.0)
+    for _ in range(4):
+        ended = wires.round()
+        assert all(outcome.status is Status.COMPLETE for outcome, _ in ended.values())
+    assert wires.mixed(f"p0{count - 1}") == list(range(PARTS))
+    assert not any(m.late for m in wires.said(Parity) if isinstance(m, Parity))
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_a_link_at_a_tenth_of_the_others_rate_is_not(count: int) -> None:
+    wires = uneven(count, slower=10.0)
+    for _ in range(2):
+        wires.round()
+    took = [seconds(wires.round(), [f"p0{i}" for i in range(count - 1)]) for _ in range(3)]
+    assert wires.named("offers_less")
+    assert len(wires.mixed(f"p0{count - 1}")) < PARTS / 2
+    assert max(took) < PARTS * 10.0 * PACE_S / 2
+
+
+def uneven(count: int, *, slower: float) -> Wires:
+    """All know each other's rates, so the slow one reduces nothing."""
+    wires = Wires(count - 1)
+    name = f"p0{count - 1}"
+    wires.add(name, mbps=1000.0 / slower)
+    wires.attach_all()
+    for one in wires.nodes:
+        wires.up[one] = wires.down[one] = PACE_S
+    wires.up[name] = wires.down[name] = PACE_S * slower
+    return wires
+
+
 def test_nothing_is_late_where_most_are() -> None:
     wires = eight()
     for name in FAST[:4]:
