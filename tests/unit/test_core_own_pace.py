@@ -40,7 +40,7 @@ def meeting_of(*, sweeps: bool = True) -> Meeting:
     return meeting
 
 
-def attempt_of(meeting: Meeting, *, own_pace: bool = False, **changes: float) -> Attempt:
+def attempt_of(meeting: Meeting, *, own_pace: bool = False) -> Attempt:
     me = record("p1", at=(0, 1, 2))
     return Attempt(
         Params(), me, meeting.key, 1, 1.0, False, nonce=1, started=0.0, deadline_at=15.0,
