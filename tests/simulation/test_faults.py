@@ -330,7 +330,7 @@ def test_a_line_in_which_nobody_can_be_dialled_keeps_nobody_from_sweeping() -> N
     line without a reducer. They end with what the other lines gave, and are not left behind."""
     options = replace(
         CALM, seed=2, peers=30, rounds=0, undialable=0.4, compute_s=6.0, compute_sigma=0.2,
-        same_start=False, join_spread_s=2.0, goal=3, bound_s=150.0, faults_s=5.0,
+        same_start=False, join_spread_s=2.0, goal=3, bound_s=300.0, faults_s=5.0,
         params=replace(CALM.params, max_group=4),
     )  # fmt: skip
     world, kept = World(options), Counter[bool]()
