@@ -18,7 +18,7 @@ from moshpitd.tensors.layout import Part
 from moshpitd.testing import LocalSwarm
 from tests.kit.swarm import average, same_bits, trainers
 
-PART = 262_144  # float32 values in a part
+PART = 65_536  # float32 values in a part
 PARTS = 6
 NODES = 3
 

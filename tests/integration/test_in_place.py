@@ -20,8 +20,8 @@ from tests.kit.swarm import Tensors, average, same_bits, trainers, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUMEL = 700_000  # three parts
-LAST = 2 * 262_144  # where the third one begins
+NUMEL = 175_000  # three parts
+LAST = 2 * 65_536  # where the third one begins
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -31,7 +31,7 @@ from tests.kit.swarm import average, same_bits, trainers, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PART = 262_144  # float32 values in a part
+PART = 65_536  # float32 values in a part
 PROCESS_S = 60.0
 
 _names = itertools.count()

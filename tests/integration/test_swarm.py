@@ -68,10 +68,10 @@ async def test_the_average_is_exact_and_the_same_everywhere(
 
 
 async def test_many_parts_and_several_rounds(swarm: LocalSwarm, run: str) -> None:
-    tensors = [numbers(0, 700_000) for _ in range(4)]
+    tensors = [numbers(0, 175_000) for _ in range(4)]
     async with trainers(swarm, run, tensors) as sessions:
         for turn in range(1, 4):
-            fresh = [numbers(100 * turn + i, 700_000) for i in range(4)]
+            fresh = [numbers(100 * turn + i, 175_000) for i in range(4)]
             await fill(tensors, fresh)
             results = await average(swarm, sessions)
             mean = sum(own["w"].double() for own in fresh) / 4
@@ -256,25 +256,25 @@ async def test_a_codec_that_raises_is_never_a_plain_success(
     swarm: LocalSwarm, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = RawCodec.encode
-    last_bytes = 4 * (700_000 - 2 * 262_144)
+    last_bytes = 4 * (175_000 - 2 * 65_536)
 
     def failing(self: RawCodec, values: torch.Tensor, out: torch.Tensor, *, seed: int = 0) -> int:
         if values.numel() * values.element_size() == last_bytes:
             raise RuntimeError("out of order")
         return sound(self, values, out)
 
-    tensors = [numbers(0, 700_000) for _ in range(2)]
+    tensors = [numbers(0, 175_000) for _ in range(2)]
     async with trainers(swarm, run, tensors) as sessions:
-        await fill(tensors, [numbers(0, 700_000), numbers(1, 700_000)])
+        await fill(tensors, [numbers(0, 175_000), numbers(1, 175_000)])
         monkeypatch.setattr(RawCodec, "encode", failing)
         results = await average(swarm, sessions)
         for i, (own, result) in enumerate(zip(tensors, results, strict=True)):
             assert (result.status, result.reason) == ("partial", "codec_failed"), str(result)
             assert result.parts_without_result == (2,)
             assert "out of order" in result.detail or "no result: 2" in result.detail
-            kept = numbers(i, 700_000)["w"][2 * 262_144 :]
-            assert torch.equal(own["w"][2 * 262_144 :], kept)
-        assert torch.equal(tensors[0]["w"][: 2 * 262_144], tensors[1]["w"][: 2 * 262_144])
+            kept = numbers(i, 175_000)["w"][2 * 65_536 :]
+            assert torch.equal(own["w"][2 * 65_536 :], kept)
+        assert torch.equal(tensors[0]["w"][: 2 * 65_536], tensors[1]["w"][: 2 * 65_536])
         monkeypatch.undo()
         results = await average(swarm, sessions)
         assert [result.status for result in results] == ["complete"] * 2, str(results)

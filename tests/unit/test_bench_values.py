@@ -19,7 +19,7 @@ from moshpitd.testing.bench.values import (
     look_inside,
 )
 
-NUMEL, PART = 1_500_000, 1 << 18  # more than a block; parts that begin anywhere in it
+NUMEL, PART = 1_500_000, 1 << 16  # more than a block; parts that begin anywhere in it
 WEIGHTS = (3, 5, 7)
 
 

@@ -122,7 +122,7 @@ def test_what_is_not_accepted_moves_nothing(daemon: FakeDaemon, status: str) -> 
 
 
 def test_a_part_without_a_result_keeps_the_local_values(daemon: FakeDaemon) -> None:
-    values = torch.ones(600_000)  # three parts
+    values = torch.ones(150_000)  # three parts
 
     daemon.answer = scribbled(
         status="partial", accepted=True, parts=3, parts_without_result=[1], reason="silent"
