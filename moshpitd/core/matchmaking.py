@@ -330,6 +330,7 @@ class Attempt:
         followed = self.following is not None and self.following.leader == sender
         if self.following is not None and not followed:
             return
+        self.waiting.pop(sender, None)  # it leads nobody: asked again, it says the same again
         self.candidates.follows(sender, leader)
         known = self.candidates.get(leader)
         if known is not None and known.answer is Answer.JOINED:
@@ -366,9 +367,8 @@ class Attempt:
                 self._join(leader, now)
                 return
         for peer_id, candidate in self.candidates.items():
-            if candidate.answer is Answer.UNASKED or (
-                candidate.answer is Answer.LATER and peer_id not in self.invited
-            ):
+            later = candidate.answer is Answer.LATER and peer_id not in self.invited
+            if later or candidate.answer is Answer.UNASKED:
                 self._invite(peer_id, now)
         self._close_if_complete(now)
 

@@ -399,7 +399,8 @@ class Conductor:
             work.accepted, work.good = work.accepted + 1, outcome
             version = 1 + max(member.version for member in group.members)
             self.state.swarm.advanced([member.peer_id for member in group.members], version)
-            self.state.presence.update(version=version)
+            if any(call.trainer in self.state.trainers for call in work.calls):
+                self.state.presence.update(version=version)  # else nobody here holds it
             self.state.newcomer = False
             self.state.donor.witnesses = tuple(outcome.contributors)
             work.weight = current.mean_weight()

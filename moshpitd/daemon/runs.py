@@ -439,7 +439,7 @@ class Run:
         state = self.driver.peer.state
         if state.trainers:
             return True
-        newer = state.version > version and state.donor.version is not None
+        newer = (state.donor.version or 0) > version
         return newer and state.record.schema == layout.schema_digest
 
     async def _check_finite(self, trainer: Trainer) -> float:

@@ -144,6 +144,7 @@ class Link:
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._flows: list[Flow] = []
+        self._numbers = 0  # given to further flows so far
         self._past = Counts(0, 0, 0, 0)  # of flows that ended
         self._retired: str | None = None
         self._over = False
@@ -203,10 +204,11 @@ class Link:
         return len(self._flows)
 
     def free_number(self) -> int:
-        """For the next flow."""
+        """For the next flow. Never one of before: where the other end has not let go of that yet, it
+        drops the new one, and with a flow that breaks the whole link is lost."""
         with self._lock:
-            taken = {flow.number for flow in self._flows}
-        return next(number for number in range(1, len(taken) + 2) if number not in taken)
+            self._numbers += 1
+            return self._numbers
 
     def round_trip_s(self) -> float:
         """The shortest that TCP saw on any flow; 0 where the kernel does not tell."""

@@ -503,3 +503,46 @@ def test_a_second_trainer_of_another_schema_does_not_get_our_state() -> None:
     hands.finish()
     loads = hands.did(ef.LoadSnapshot, name="p00")
     assert "u" not in {name for load in loads for name in load.trainers}  # type: ignore[union-attr]
+
+
+def test_a_round_that_nobody_of_ours_was_left_to_take_makes_our_state_no_newer() -> None:
+    """Its only trainer dies in a round, which ends for the others' sake: the donor copy is what it
+    was, so whoever attaches next brings the newer state, also while the round still runs."""
+    hands = node(1)
+    averaging(hands)
+    hands.tell("p00", ev.TrainerGone("t"))
+    hands.calls = {k: c for k, c in hands.calls.items() if c[0] != "p00"}
+    go_on(hands)
+    hands.finish()
+    peer = hands.nodes["p00"].peer
+    assert (peer.version, peer.state.donor.version) == (0, 0)
+    hands.attach("p00", [5.0] * PARTS, trainer="u", version=1)
+    hands.settle()
+    assert peer.state.trainers == {"u": False}
+    assert peer.version == 1
+
+
+def test_a_trainer_older_than_our_copy_takes_it_and_not_one_that_is_as_old() -> None:
+    hands = node(1)
+    averaging(hands)
+    go_on(hands)
+    hands.finish()
+    hands.tell("p00", ev.TrainerGone("t"))
+    hands.settle()
+    peer = hands.nodes["p00"].peer
+    assert (peer.version, peer.state.donor.version) == (1, 1)
+    hands.attach("p00", trainer="u", version=0)
+    hands.settle()
+    assert peer.state.trainers == {"u": True}
+    hands.tell("p00", ev.TrainerGone("u"))
+    hands.settle()
+    hands.attach("p00", trainer="v", version=1)
+    hands.settle()
+    assert peer.state.trainers == {"v": False}
+    hands.tell("p00", ev.TrainerGone("v"))
+    hands.settle()
+    peer.state.presence.update(version=4)  # of a sweep that was not over, and nothing copied
+    hands.attach("p00", trainer="w", version=2)
+    hands.settle()
+    assert peer.state.trainers == {"w": False}
+    assert peer.version == 2

@@ -133,6 +133,17 @@ def test_flows_that_are_taken_away_lose_nothing(net: Net) -> None:
     assert heard > 90 * 100_000, "what removed flows carried still counts"
 
 
+def test_no_flow_gets_the_number_of_one_that_the_other_end_may_still_have(net: Net) -> None:
+    net.wide()
+    [link] = net.small.pool._links
+    used = {flow.number for flow in link._flows}
+    net.small.pool._watch._flows = 1  # or it would add them again at once
+    link.shrink()
+    eventually(lambda: widths(net) == (1, 1))
+    further = [link.free_number() for _ in range(3)]
+    assert len(used | {*further}) == len(used) + 3
+
+
 def test_frames_of_a_snapshot_stay_in_order(net: Net) -> None:
     net.wide()
     for part in range(90):
