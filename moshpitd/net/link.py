@@ -204,8 +204,8 @@ class Link:
         return len(self._flows)
 
     def free_number(self) -> int:
-        """For the next flow. Never one of before: where the other end has not let go of that yet, it
-        drops the new one, and with a flow that breaks the whole link is lost."""
+        """For the next flow. Never one of before: where the other end has not let go of that yet,
+        it drops the new one, and with a flow that breaks the whole link is lost."""
         with self._lock:
             self._numbers += 1
             return self._numbers
