@@ -228,6 +228,7 @@ class Attempt:
                 times.append(self.following.until)
         else:
             times += [at + AGAIN_S for at in self.candidates.asked_at(once=True)]
+            times += self.candidates.not_before(self.clock)
             if self.candidates.joined():
                 times.append(self.alive_at + ALIVE_S)
             times.append(self.window_end)
@@ -330,14 +331,13 @@ class Attempt:
         followed = self.following is not None and self.following.leader == sender
         if self.following is not None and not followed:
             return
-        self.waiting.pop(sender, None)  # it leads nobody: asked again, it says the same again
         self.candidates.follows(sender, leader)
         known = self.candidates.get(leader)
         if known is not None and known.answer is Answer.JOINED:
             self.candidates.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
         elif known is not None and known.answer in (Answer.LOST, Answer.DECLINED):
             # Gone for us; the sender may be about to hear the same, and then looks for others.
-            self.candidates.mark(sender, Answer.LATER, None)
+            self.candidates.sent_on_to_nobody(sender, now + AGAIN_S)
         if followed:
             self.following = None
             if known is not None and (
@@ -375,7 +375,7 @@ class Attempt:
     def _someone_to_ask(self, now: float) -> str | None:
         """A leader that waits for us, else the lowest PeerID below ours that may be ready."""
         waiting = [p for p, until in self.waiting.items() if now < until]
-        leaders = [p for p in waiting if self.candidates.may_lead(p)]
+        leaders = [p for p in waiting if self.candidates.may_lead(p, now)]
         return min(leaders) if leaders else self.candidates.lowest_unasked_below(self.me.peer_id)
 
     def _close_if_complete(self, now: float) -> None:
