@@ -37,7 +37,6 @@ class Candidate:
     again: bool = False  # what we asked was said a second time
     leader: str = ""  # whom it follows, if ELSEWHERE
     waited_for: bool = True  # False: it made others wait in vain; its Later holds nobody up
-    not_before: float = 0.0  # when it may be asked again, if LATER: it had sent us on to nobody
 
 
 @dataclass(slots=True)
@@ -126,25 +125,9 @@ class Candidates:
         """Has somebody of our line gone on to another key?"""
         return any(c.reason is Reason.MOVED for c in self.known.values())
 
-    def may_lead(self, peer_id: str, now: float) -> bool:
+    def may_lead(self, peer_id: str) -> bool:
         candidate = self.known.get(peer_id)
-        if candidate is None or candidate.answer is not Answer.LATER:
-            return candidate is not None and candidate.answer is Answer.UNASKED
-        return now >= candidate.not_before
-
-    def not_before(self, now: float) -> list[float]:
-        """When whoever sent us on to nobody may be asked again, of those times that are to come."""
-        return [
-            c.not_before
-            for c in self.known.values()
-            if c.answer is Answer.LATER and c.not_before > now
-        ]
-
-    def sent_on_to_nobody(self, peer_id: str, until: float) -> None:
-        """It follows one that is lost to us, and may soon be free, or not."""
-        self.mark(peer_id, Answer.LATER, None)
-        if peer_id in self.known:
-            self.known[peer_id].not_before = until
+        return candidate is not None and candidate.answer in (Answer.UNASKED, Answer.LATER)
 
     def lowest_unasked_below(self, peer_id: str) -> str | None:
         below = [p for p, c in self.known.items() if p < peer_id and c.answer is Answer.UNASKED]

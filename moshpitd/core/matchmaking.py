@@ -228,7 +228,6 @@ class Attempt:
                 times.append(self.following.until)
         else:
             times += [at + AGAIN_S for at in self.candidates.asked_at(once=True)]
-            times += self.candidates.not_before(self.clock)
             if self.candidates.joined():
                 times.append(self.alive_at + ALIVE_S)
             times.append(self.window_end)
@@ -337,7 +336,7 @@ class Attempt:
             self.candidates.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
         elif known is not None and known.answer in (Answer.LOST, Answer.DECLINED):
             # Gone for us; the sender may be about to hear the same, and then looks for others.
-            self.candidates.sent_on_to_nobody(sender, now + AGAIN_S)
+            self.candidates.mark(sender, Answer.LATER, None)
         if followed:
             self.following = None
             if known is not None and (
@@ -367,15 +366,16 @@ class Attempt:
                 self._join(leader, now)
                 return
         for peer_id, candidate in self.candidates.items():
-            later = candidate.answer is Answer.LATER and peer_id not in self.invited
-            if later or candidate.answer is Answer.UNASKED:
+            if candidate.answer is Answer.UNASKED or (
+                candidate.answer is Answer.LATER and peer_id not in self.invited
+            ):
                 self._invite(peer_id, now)
         self._close_if_complete(now)
 
     def _someone_to_ask(self, now: float) -> str | None:
         """A leader that waits for us, else the lowest PeerID below ours that may be ready."""
         waiting = [p for p, until in self.waiting.items() if now < until]
-        leaders = [p for p in waiting if self.candidates.may_lead(p, now)]
+        leaders = [p for p in waiting if self.candidates.may_lead(p)]
         return min(leaders) if leaders else self.candidates.lowest_unasked_below(self.me.peer_id)
 
     def _close_if_complete(self, now: float) -> None:

@@ -450,28 +450,6 @@ def test_two_that_had_lost_each_other_meet_through_who_knows_both(first: str, ot
     assert [sorted(group) for group in groups(hands)] == [sorted(hands.nodes)]
 
 
-def test_who_is_sent_on_to_somebody_that_is_lost_does_not_ask_again_and_again() -> None:
-    """It invited us, and then it followed somebody that we cannot reach: each Redirect was answered
-    by another Join, as fast as messages travel, and one that came twice made two of them."""
-    me, leader, beyond = (Record(name, 1, b"", 0, Lineage()) for name in ("c", "a", "b"))
-    attempt = Attempt(Params(), me, "key", 1, 1.0, False, nonce=1, started=0.0, deadline_at=15.0)
-    attempt.start(0.0)
-    attempt.add(beyond, 0.0)
-    attempt.lost("b", Reason.UNREACHABLE, 0.0)
-    attempt.receive("a", Invite("key", 0, leader, 4.0), 0.1)
-    for _ in range(3):
-        attempt.receive("a", Redirect("key", 1, "b"), 0.2)
-
-    def sent() -> list[type]:
-        return [type(it.message) for it in attempt.effects if isinstance(it, ef.Send)]
-
-    assert sent() == [Join, Invite], "it may come to us instead"
-    attempt.tick(0.8)
-    assert sent() == [Join, Invite]
-    attempt.tick(attempt.deadline())
-    assert sent() == [Join, Invite, Join], "and it still waits, for all that we know"
-
-
 # -- messages are lost
 
 
