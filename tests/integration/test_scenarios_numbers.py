@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CODECS = ("float32", "float16", "bfloat16", "int8")
 ROUNDS = 100
-FLOATS = 300_000  # two parts
+FLOATS = 75_000  # two parts
 SLOW = 3
 PATIENT = {"averaging__window_s": 8.0, "averaging__answer_timeout_s": 4.0}
 """Nobody waits here; a machine that stands still for a second must not look like a lost peer."""
