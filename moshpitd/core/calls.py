@@ -54,13 +54,7 @@ class Calls:
         first = not self.state.trainers
         if not first and event.schema != self.state.record.schema:
             return  # the local API refused it with the first difference; its calls find no trainer
-        if not first or (
-            event.schema == self.state.record.schema
-            and (self.state.donor.version or 0) > event.version
-        ):
-            # Our node holds a newer state of these tensors than the trainer brings: the trainer
-            # loads ours. That our version is newer is not enough: a round that ended when its
-            # trainers were gone counted, and nothing was copied.
+        if self.state.outdates(event.schema, event.version):
             self.state.trainers[event.trainer] = True
         else:
             founder = event.founder or self.state.peer_id

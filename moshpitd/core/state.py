@@ -89,6 +89,13 @@ class State:
             return Reason.VERSION
         return None
 
+    def outdates(self, schema: bytes, version: int) -> bool:
+        """Does a trainer that attaches with this load what the node has? Another one is here; or
+        the donor copy is newer. That our version is newer is not enough: nothing may be copied of
+        it, in a sweep that is not over or where those that held it are gone."""
+        newer = (self.donor.version or 0) > version
+        return bool(self.trainers) or (newer and schema == self.record.schema)
+
     def behind(self, now: float) -> bool:
         return needs_snapshot(self.swarm, self.record, self.params, now, fresh=False)
 

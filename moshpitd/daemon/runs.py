@@ -412,7 +412,7 @@ class Run:
             if attachment.topology:
                 # What lies in the bucket is a message: nobody starts from it, and all are equal.
                 digest = schema_of(layout, attachment)
-            elif not self._takes_ours(attachment.version, layout):
+            elif not self.driver.peer.state.outdates(layout.schema_digest, attachment.version):
                 # These tensors become the node's own: what others get from us must be sound.
                 await self._check_finite(trainer)
                 exchange = self._ground.exchange
@@ -433,14 +433,6 @@ class Run:
                     founder_digest=attachment.founder_digest,
                 )
             )
-
-    def _takes_ours(self, version: int, layout: Layout) -> bool:
-        """Whether the core will have this trainer load the node's state (see core/calls)."""
-        state = self.driver.peer.state
-        if state.trainers:
-            return True
-        newer = (state.donor.version or 0) > version
-        return newer and state.record.schema == layout.schema_digest
 
     async def _check_finite(self, trainer: Trainer) -> float:
         """Raises for a NaN; returns the norm of the bucket."""

@@ -193,22 +193,23 @@ class Bulk:
         if round_ is None or other is None:
             return
         stamp = (effect.group_id, round_.incarnations[effect.to])
-        for part in effect.parts:
-            if effect.result:
-                payload = round_.payloads.get((part, effect.epoch))
-                if payload is None:
-                    self._checks.fail(
-                        f"pushes the result of part {part}, which it never averaged", node
-                    )
-                payload = _spoiled(node, payload)
-                call, index = self._result_arrived, round_.index
-                self._wire.send(node, other, stamp, call, part, index, payload, effect.epoch)
-            elif not self._options.parts_overtake:
-                self._contribute(node, round_, other, stamp, part, effect.epoch)
-        if self._options.parts_overtake and not effect.result:
+        if not effect.result and self._options.parts_overtake:
             if not round_.leaving:
                 self._world.later(0.0, self._abreast, node, round_)
             round_.leaving.append((other, stamp, effect))
+            return
+        for part in effect.parts:
+            if not effect.result:
+                self._contribute(node, round_, other, stamp, part, effect.epoch)
+                continue
+            payload = round_.payloads.get((part, effect.epoch))
+            if payload is None:
+                self._checks.fail(
+                    f"pushes the result of part {part}, which it never averaged", node
+                )
+            payload = _spoiled(node, payload)
+            call, index = self._result_arrived, round_.index
+            self._wire.send(node, other, stamp, call, part, index, payload, effect.epoch)
 
     def _abreast(self, node: Node, round_: Round) -> None:
         """Contributions to several reducers leave in turn, as the daemon's do."""

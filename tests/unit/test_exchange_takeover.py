@@ -203,6 +203,19 @@ def test_the_own_part_of_an_epoch_that_is_over_is_not_averaged(four: list[Plane]
     assert values_of(plane, part).eq(5.0).all()
 
 
+def held_at_a_look(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Values that arrive are looked at until the second is set; the first says that it began."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(values: Tensor) -> tuple[None, float]:
+        inside.set()
+        assert go_on.wait(20)
+        return None, 0.0
+
+    monkeypatch.setattr(accumulate, "examine", slow)
+    return inside, go_on
+
+
 @pytest.mark.parametrize("kind", [FrameKind.RESULT, FrameKind.CONTRIBUTION, FrameKind.HANDOVER])
 def test_a_bar_overtakes_a_frame_that_is_being_decoded(
     four: list[Plane], kind: FrameKind, monkeypatch: pytest.MonkeyPatch
@@ -212,14 +225,7 @@ def test_a_bar_overtakes_a_frame_that_is_being_decoded(
     open_round(four[:1], group)
     part = float_parts(plane, reducer=0 if kind is FrameKind.CONTRIBUTION else 1)[0]
     before = values_of(plane, part).clone()
-    inside, go_on = threading.Event(), threading.Event()
-
-    def slow(values: Tensor) -> tuple[None, float]:
-        inside.set()
-        assert go_on.wait(20)
-        return None, 0.0
-
-    monkeypatch.setattr(accumulate, "examine", slow)
+    inside, go_on = held_at_a_look(monkeypatch)
     reader = threading.Thread(
         target=arrives, args=(plane, 1, frame(plane, group, part, 7.0, kind=kind))
     )
@@ -342,14 +348,7 @@ def test_no_result_is_put_into_a_bucket_that_went_back(
     arrives(plane, 1, frame(plane, group, part, 3.0))
     plane.wait(ResultArrived)
     ask(plane, Await(group.group_id, later, (part,), 1))
-    inside, go_on = threading.Event(), threading.Event()
-
-    def slow(values: Tensor) -> tuple[None, float]:
-        inside.set()
-        assert go_on.wait(20)
-        return None, 0.0
-
-    monkeypatch.setattr(accumulate, "examine", slow)
+    inside, go_on = held_at_a_look(monkeypatch)
     came = frame(plane, group, part, 7.0, kind=kind, epoch=1)
     reader = threading.Thread(target=arrives, args=(plane, later, came))
     reader.start()  # one is looked at when the bucket goes back ...

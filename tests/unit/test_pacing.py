@@ -141,6 +141,16 @@ def test_a_push_that_keeps_pace_with_others_goes_out_whole_and_in_order() -> Non
     assert [part for part in sent if part >= 100] == list(range(100, 140))
 
 
+def test_what_a_lane_has_sent_counts_for_the_pace_of_its_round() -> None:
+    link, pacer = paced()
+    pacer.put("a", group(1), frames(range(40)), priority=0, abreast=40)
+    pacer.put("b", group(1), frames(range(100, 140)), priority=0, abreast=40)
+    assert [link.write() for _ in range(3)] == [0, 1, 2]
+    assert {peer: lane.taken for peer, lane in pacer._rounds[group(1)]._lanes.items()} == {
+        "a": 3, "b": 0,
+    }  # fmt: skip
+
+
 def test_a_lane_is_not_waited_for_when_its_link_is_lost_or_its_round_is_over() -> None:
     _, pacer = paced()
     for number in (1, 2):
