@@ -22,40 +22,40 @@ TICKS = os.sysconf("SC_CLK_TCK")
 # -- processes ------------------------------------------------------------------------------------
 
 
-def members_of(sessions: Collection[int]) -> list[int]:
-    """Every process of these sessions: what a child has started is of its session too."""
-    wanted, found = set(sessions), []
+def members_of(groups: Collection[int]) -> list[int]:
+    """Every process of these groups: what a child has started is of its group too."""
+    wanted, found = set(groups), []
     for entry in os.listdir(PROC):
         if entry.isdigit():
             fields = _stat(int(entry))
-            if fields and int(fields[3]) in wanted:
+            if fields and int(fields[2]) in wanted:
                 found.append(int(entry))
     return found
 
 
-def session_of(pid: int) -> int:
+def group_of(pid: int) -> int:
     """0 when there is no such process."""
     fields = _stat(pid)
-    return int(fields[3]) if fields else 0
+    return int(fields[2]) if fields else 0
 
 
-def cpu_s(sessions: Collection[int]) -> float:
-    """Processor seconds of all processes of these sessions that live, and of their children that
+def cpu_s(groups: Collection[int]) -> float:
+    """Processor seconds of all processes of these groups that live, and of their children that
     ended."""
     ticks = 0
-    for pid in members_of(sessions):
+    for pid in members_of(groups):
         fields = _stat(pid)
         ticks += sum(int(field) for field in fields[11:15])
     return ticks / TICKS
 
 
-def peak_rss_bytes(sessions: Collection[int]) -> int:
+def peak_rss_bytes(groups: Collection[int]) -> int:
     """Sum of the largest resident sizes since `reset_peaks`; shared pages count in each process."""
-    return sum(_status_kib(pid, "VmHWM:") for pid in members_of(sessions)) * 1024
+    return sum(_status_kib(pid, "VmHWM:") for pid in members_of(groups)) * 1024
 
 
-def reset_peaks(sessions: Collection[int]) -> None:
-    for pid in members_of(sessions):
+def reset_peaks(groups: Collection[int]) -> None:
+    for pid in members_of(groups):
         with contextlib.suppress(OSError):
             (PROC / str(pid) / "clear_refs").write_text("5")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moshpitd.cli.bench_faults import Diary, Fault, Leg
-from moshpitd.cli.bench_meters import MachineTime, processes_naming, session_of
+from moshpitd.cli.bench_meters import MachineTime, group_of, processes_naming
 from moshpitd.cli.bench_processes import POLL_S, Swarm, end, memory_of
 from moshpitd.cli.demo_processes import Child, DemoFailed, Node, exit_words
 from moshpitd.cli.demo_story import JsonLines
@@ -256,13 +256,13 @@ class Held:
 
 
 def strays(swarm: Swarm) -> list[str]:
-    """Processes of ours in a session that no living child leads."""
+    """Processes of ours in a group that no living child leads."""
     living = {one.process.pid for one in swarm.children.started if one.code is None}
     living.add(swarm.children.will.pid)
     return [
         f"process {pid} without its parent: {line[:120]}"
         for pid, line in processes_naming(swarm.children.folder.name).items()
-        if session_of(pid) not in living
+        if group_of(pid) not in living
     ]
 
 

@@ -137,7 +137,10 @@ class Children:
                 stdout=subprocess.PIPE if talks else out,
                 stderr=out,
                 env={**self._environ, **(environ or {})},
-                start_new_session=True,
+                # Not a session of its own: Linux shares the processors among sessions first, so a
+                # daemon's milliseconds of gRPC would wait for what its neighbours copy, at whatever
+                # priority they do that (decision 60).
+                process_group=0,
             )
             child = Child(name, process, log, self.will)
             self.will.started(process.pid)

@@ -53,6 +53,7 @@ class Candidates:
     """Everybody known under the key. Invariant: a Join is kept exactly for those that JOINED."""
 
     known: dict[str, Candidate] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()  # heard of, and lost before the attempt
 
     def __contains__(self, peer_id: str) -> bool:
         return peer_id in self.known
@@ -147,7 +148,8 @@ class Candidates:
             candidate.asked_at, candidate.again = now, False
 
     def joins_with(self, peer_id: str, join: Join, now: float) -> bool:
-        """The peer joined us, and brings those that follow it; False if one of them is unknown."""
+        """The peer joined us, and brings those that follow it; False if one of them, or somebody
+        else that it knows, is news to us."""
         candidate = self.known[peer_id]
         candidate.answer, candidate.join, candidate.reason = Answer.JOINED, join, None
         for other in self.known.values():
@@ -158,7 +160,7 @@ class Candidates:
             known = self.known.get(follower)
             if known is not None and known.answer is not Answer.JOINED:
                 known.answer, known.asked_at, known.again = Answer.ASKED, now, False
-        return all(follower in self.known for follower in join.followers)
+        return all(it in self.known or it in self.gone for it in (*join.followers, *join.knows))
 
     def follows(self, peer_id: str, leader: str) -> None:
         self.mark(peer_id, Answer.ELSEWHERE, None)

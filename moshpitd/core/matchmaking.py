@@ -35,6 +35,7 @@ from moshpitd.core.outcome import Reason
 from moshpitd.core.params import Params
 from moshpitd.core.soundness import outliers, quotes
 
+Reply = Accepted | Declined | Later | Redirect
 OF_AN_INVITE = 0
 """Attempt number that an Invite carries and its answers echo; those of Joins start at 1."""
 
@@ -122,7 +123,7 @@ class Attempt:
             case _:
                 pass
 
-    def _answers(self, sender: str, message: Accepted | Declined | Later | Redirect) -> bool:
+    def _answers(self, sender: str, message: Reply) -> bool:
         """Is this about what we asked last? An answer to an Invite that we followed by a Join, or
         to a Join of an earlier attempt, would take back something on one side only."""
         followed = self.following is not None and self.following.leader == sender
@@ -133,9 +134,7 @@ class Attempt:
             return False
         return followed or isinstance(message, Accepted)
 
-    def _on_answer(
-        self, sender: str, message: Accepted | Declined | Later | Redirect, now: float
-    ) -> None:
+    def _on_answer(self, sender: str, message: Reply, now: float) -> None:
         match message:
             case Accepted():
                 self._on_accepted(sender, now)
@@ -231,9 +230,8 @@ class Attempt:
             if self.candidates.joined():
                 times.append(self.alive_at + ALIVE_S)
             times.append(self.window_end)
-            patience = self.settle_until if self.looked_up else self._look_up_until()
-            if patience > self.clock:  # once it is over, only the window is left to wait for
-                times.append(patience)
+            if self._heard_by() > self.clock:  # once it is over, only the window is left
+                times.append(self._heard_by())
         return min(times)
 
     @property
@@ -284,8 +282,8 @@ class Attempt:
         self.add(message.record, now)
         self.waiting.pop(sender, None)
         if not self.candidates.joins_with(sender, message, now):
-            # Not in our directory answer yet: its Join is one Redirect away, so listen a little
-            # longer.
+            # Somebody is not in our directory answer yet: its Join is one Redirect away, or its
+            # own look-up about to end, after which it tells us. So listen a little longer.
             self.settle_until = max(self.settle_until, now + 4 * self.params.settle_s)
         if not self.candidates.joined()[1:]:
             self.alive_at = now
@@ -314,8 +312,7 @@ class Attempt:
         if reason is Reason.WEIGHT:
             self.abandon(Reason.WEIGHT)  # we are the one that would overwrite everybody
             return
-        known = self.candidates.get(sender)
-        if known is None:
+        if sender not in self.candidates:
             return
         self.candidates.mark(sender, answer, reason)
         self.waiting.pop(sender, None)
@@ -383,9 +380,7 @@ class Attempt:
         if now >= self.window_end:
             self._begin() if joined else self.abandon(Reason.NO_PEERS)
             return
-        if self.looked_up and now < self.settle_until:
-            return
-        if not self.looked_up and now < self._look_up_until():
+        if now < self._heard_by():
             return
         if self.candidates.may_come() or not self.candidates.can_reduce(self.me, self.reduces):
             return
@@ -395,8 +390,11 @@ class Attempt:
             return  # one of them may stand in our line when its round is over, and find us here
         self._begin() if joined else self.abandon(Reason.NO_PEERS)
 
-    def _look_up_until(self) -> float:
-        """With company less long: it knows others; somebody in the directory may stand still."""
+    def _heard_by(self) -> float:
+        """When we have heard of all who are there. A look-up is waited for less long with company:
+        it knows others, and somebody in the directory may stand still."""
+        if self.looked_up:
+            return self.settle_until
         return self.look_up_by - (self.params.answer_timeout_s if self.candidates.joined() else 0.0)
 
     def _begin(self) -> None:
@@ -427,11 +425,13 @@ class Attempt:
         self._say_join(leader)
 
     def _say_join(self, leader: str) -> None:
-        self._send(leader, self._own_join(tuple(self.candidates.joined())))
+        one_group = not self.expected and len(self.candidates) < self.params.max_group
+        knows = tuple(it for it in self.candidates.known if one_group and it != leader)
+        self._send(leader, self._own_join(tuple(self.candidates.joined()), knows))
 
-    def _own_join(self, followers: tuple[str, ...] = ()) -> Join:
+    def _own_join(self, followers: tuple[str, ...] = (), knows: tuple[str, ...] = ()) -> Join:
         own = (self.key, self.number, self.me, self.weight, self.newcomer)
-        return Join(*own, followers, self.norm)
+        return Join(*own, followers, self.norm, knows)
 
     def _ask_again(self, now: float) -> None:
         """Say once more what may have been lost; both sides take it for the same."""

@@ -215,6 +215,8 @@ class Meeting:
             # A Hello may have been lost: ask once more before we begin without somebody.
             attempt.looked_up = False
             state.effects.append(LookUp(key))
+        if flat:
+            attempt.candidates.gone = state.swarm.gone()
         attempt.unsettled = self.unsettled()
         attempt.lone_waits = not flat and not self._everybody_tells()
         attempt.own_pace = self.own_pace()
@@ -338,16 +340,17 @@ class Meeting:
             attempt.add(entry.record, now)
 
     def is_here(self, record: Record, *, just_now: bool = False) -> bool:
-        """Does it stand under our key on the grid, in our round? What it says `just_now` counts
-        whatever its number of the round is: the key says which axis is free."""
-        place = self.state.place
-        return (
-            bool(self.key)
-            and record.peer_id != self.state.peer_id
-            and (record.round == place.round or (just_now and place.in_step(record)))
-            and record.schema == self.state.record.schema
-            and place.meets(record)
-        )
+        """Does it stand under our key, on the grid in our round? What it says `just_now` counts
+        whatever its number of the round is: the key says which axis is free. Of a flat run that has
+        outgrown one group only the directory's answer can be split as everybody splits it."""
+        place, schema = self.state.place, self.state.record.schema
+        if record.peer_id == self.state.peer_id or record.schema != schema:
+            return False
+        if is_flat(place.shape):
+            in_time = self.state.swarm.living(schema) < self.state.params.max_group
+        else:
+            in_time = record.round == place.round or (just_now and place.in_step(record))
+        return in_time and place.meets(record)
 
     def unsettled(self) -> int:
         """Live peers that may yet turn up under our key. On a large grid whoever can has said so

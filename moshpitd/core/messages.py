@@ -77,6 +77,7 @@ class Join:
     answer.
 
     `followers` are those that a leader who gives way brings along; they will join by themselves.
+    `knows`: whom else the sender knows of in a run of one group, where everybody shall be in it.
     """
 
     key: str
@@ -86,6 +87,7 @@ class Join:
     newcomer: bool
     followers: tuple[str, ...] = field(default=(), metadata={"max": 64})
     norm: float = 0.0
+    knows: tuple[str, ...] = field(default=(), metadata={"max": 64})
 
 
 @dataclass(frozen=True, slots=True)

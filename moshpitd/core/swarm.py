@@ -213,6 +213,11 @@ class Swarm:
         they were first heard or came back."""
         return list(self._live.get(schema, {}).values())
 
+    def gone(self) -> frozenset[str]:
+        """Those that we have heard of and lost since."""
+        lost = (peer_id for peer_id, entry in self.heard.items() if entry.lost is not None)
+        return frozenset((*lost, *self._gone))
+
     def living(self, schema: bytes) -> int:
         """How many those are."""
         return len(self._live.get(schema, ()))

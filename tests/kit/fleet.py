@@ -32,7 +32,7 @@ from types import TracebackType
 
 import torch
 
-from moshpitd.cli.bench_meters import members_of, session_of, tcp_sockets
+from moshpitd.cli.bench_meters import group_of, members_of, tcp_sockets
 from moshpitd.client import DaemonUnavailable, Result, Session, attach
 from moshpitd.net.identity import Identity
 from moshpitd.testing import proxy
@@ -331,7 +331,7 @@ class Fleet:
         leaders = {one.pid: i for i, one in enumerate(self.daemons) if one.started}
         found: dict[int, list[int]] = {}
         for pid in members_of(leaders):
-            found.setdefault(leaders.get(session_of(pid), -1), []).append(pid)
+            found.setdefault(leaders.get(group_of(pid), -1), []).append(pid)
         found.pop(-1, None)
         self._processes = found
         return found

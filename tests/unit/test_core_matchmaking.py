@@ -429,6 +429,51 @@ def test_two_leaders_that_find_each_other_become_one_group() -> None:
     assert hands.said(Join, sender="b0", to="a0")[-1].followers == ("b1",)  # type: ignore[union-attr]
 
 
+def test_who_is_heard_of_while_others_meet_is_asked_too() -> None:
+    """It attached with them, its record took longer into the directory, and its call begins as the
+    others are complete."""
+    hands = Hands(3)
+    for name in ("p00", "p01"):
+        hands.attach(name)
+    hands.run(until_s=hands.now + 1.0)
+    hands.hold = lambda sender, to, message: isinstance(message, Join)
+    tokens = [hands.contribute(name) for name in ("p00", "p01")]
+    hands.settle()
+    hands.attach("p02")
+    hands.settle()
+    hands.hold = lambda sender, to, message: False
+    hands.release()
+    hands.run(until_s=hands.now + 0.1)
+    tokens.append(hands.contribute("p02"))
+    hands.finish()
+    assert [hands.outcomes[token].group_size for token in tokens] == [3, 3, 3]
+    assert max(waited(hands, token) for token in tokens) < 0.5
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_leader_waits_a_little_for_whom_its_followers_know(lost: bool) -> None:
+    """`lost`: it knows better, and that one is gone."""
+    hands = Hands(3)
+    for name in ("p00", "p01"):
+        hands.attach(name)
+    hands.run(until_s=hands.now + 1.0)
+    hands.hold = lambda sender, to, message: (sender, to) == ("p02", "p00")
+    hands.attach("p02")
+    hands.settle()
+    if lost:
+        hands.nodes["p00"].peer.state.swarm.hear(hands.nodes["p02"].peer.record, 0.0, direct=True)
+        hands.nodes["p00"].peer.state.swarm.lose("p02", Reason.UNREACHABLE)
+    tokens = [hands.contribute(name) for name in ("p00", "p01")]
+    hands.run(until_s=hands.now + 0.3)
+    if not lost:
+        hands.hold = lambda sender, to, message: False
+        tokens.append(hands.contribute("p02"))
+        hands.release()
+    hands.finish()
+    assert [hands.outcomes[token].group_size for token in tokens] == [len(tokens)] * len(tokens)
+    assert max(waited(hands, token) for token in tokens) < (0.2 if lost else 0.5)
+
+
 @pytest.mark.parametrize(
     ("first", "other"),
     [("p00", "p01"), ("p00", "p04"), ("p03", "p00"), ("p03", "p01"), ("p03", "p04")],
