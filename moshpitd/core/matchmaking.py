@@ -229,7 +229,7 @@ class Attempt:
             times += [at + AGAIN_S for at in self.candidates.asked_at(once=True)]
             if self.candidates.joined():
                 times.append(self.alive_at + ALIVE_S)
-            times.append(self.window_end)
+            times += [self.window_end, *self.candidates.rested_at(self.clock)]
             if self._heard_by() > self.clock:  # once it is over, only the window is left
                 times.append(self._heard_by())
         return min(times)
@@ -332,8 +332,7 @@ class Attempt:
         if known is not None and known.answer is Answer.JOINED:
             self.candidates.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
         elif known is not None and known.answer in (Answer.LOST, Answer.DECLINED):
-            # Gone for us; the sender may be about to hear the same, and then looks for others.
-            self.candidates.mark(sender, Answer.LATER, None)
+            self.candidates.sends_on_in_vain(sender, now)
         if followed:
             self.following = None
             if known is not None and (
@@ -372,7 +371,7 @@ class Attempt:
     def _someone_to_ask(self, now: float) -> str | None:
         """A leader that waits for us, else the lowest PeerID below ours that may be ready."""
         waiting = [p for p, until in self.waiting.items() if now < until]
-        leaders = [p for p in waiting if self.candidates.may_lead(p)]
+        leaders = [p for p in waiting if self.candidates.may_lead(p, now)]
         return min(leaders) if leaders else self.candidates.lowest_unasked_below(self.me.peer_id)
 
     def _close_if_complete(self, now: float) -> None:
