@@ -221,7 +221,8 @@ class CatchUp:
             unsure = self.rng.sample(unsure, max(0, ASKED_AT_ONCE - told))
         self.asked = unsure
         for peer_id in unsure:
-            self.effects.append(Send(peer_id, Hello(self.me)))
+            if self.swarm.heard[peer_id].greeted_at < now:  # else the answer is on its way
+                self.effects.append(Send(peer_id, Hello(self.me)))
         if not unsure:
             self._decide(now)
 

@@ -37,6 +37,7 @@ class Hearing:
                 # A look-up told us of it; this tells it of us, so that both sides know each other
                 # at once, also one with another schema, which is to be told apart by both.
                 self.state.effects.append(Send(record.peer_id, Hello(self.state.record)))
+                self.state.swarm.heard[record.peer_id].greeted_at = now
         elif (
             not direct and self.state.swarm.is_lost(record.peer_id) and self.state.presence.present
         ):

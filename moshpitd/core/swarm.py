@@ -50,6 +50,7 @@ class Heard:
     heard_at: float
     direct_at: float = float("-inf")
     stated_at: float = float("-inf")  # when it last said itself what stands in `record`
+    greeted_at: float = float("-inf")  # when we said Hello on hearing of it; it will answer
     lost: Reason | None = None
     left: int = 0  # sequence of its record when it said goodbye
     doubted_at: float = float("-inf")  # when a message to it was not delivered, and it was asked

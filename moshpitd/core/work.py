@@ -221,9 +221,8 @@ class Conductor:
             work.weight = 0.0
             self.state.tell_everybody()
         elif same_lineage(winner, self.state.lineage) and winner != self.state.lineage:
+            # The same bits under a lower founder: everybody goes on to take us for one of theirs.
             self.state.presence.update(lineage=adopted(self.state.record, winner))
-            if self.state.swarm.living(self.state.record.schema) <= self.state.params.max_group:
-                self.state.tell_everybody()  # the same bits under a lower founder
         self.state.caught_up = catch_up.failed is None
         stale = [trainer for trainer, is_stale in self.state.trainers.items() if is_stale]
         if stale and self.state.caught_up and self.state.donor.version is not None:

@@ -24,6 +24,7 @@ from moshpitd.core.messages import (
     Join,
     Letter,
     Message,
+    Parity,
     Record,
     SnapshotRequest,
 )
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONTROL_ADDRESSES = 16  # what a record carries
 CLOCK_WARN_S = 3.0  # less disturbs nothing
-ON_LINKS = (Letter, Counts)
+ON_LINKS = (Letter, Counts, Parity)
 """Words about what the same link carries: the loss of a link that loses them is an event of its
 own. A call through p2pd costs both ends more than the message that it speaks of."""
 WORD_PRIORITY = -1  # before the parts of any round: somebody waits for it, and it is small

@@ -495,6 +495,31 @@ def test_two_that_had_lost_each_other_meet_through_who_knows_both(first: str, ot
     assert [sorted(group) for group in groups(hands)] == [sorted(hands.nodes)]
 
 
+def test_who_sends_us_on_to_somebody_lost_is_not_asked_as_fast_as_messages_travel() -> None:
+    """It does not see that its leader is gone, and it had invited us before it followed that."""
+    first, me, gone = (Record(name, 1, SCHEMA, 0, Lineage()) for name in ("p0", "p1", "p2"))
+    attempt = Attempt(Params(), me, "key", 1, 1.0, False, nonce=1, started=0.0, deadline_at=15.0)
+    attempt.add(gone, 0.0)
+    attempt.start(0.0)
+    attempt.lost("p2", Reason.LINK_LOST, 0.0)
+    attempt.receive("p0", Invite("key", 0, first, 5.0), 0.0)
+    now, asked = 0.0, 0
+    while now < 4.0 and asked < 1000:
+        if any(isinstance(it, ef.Send) and isinstance(it.message, Join) for it in attempt.effects):
+            asked += 1
+            now += 0.001
+            attempt.effects.clear()
+            attempt.receive("p0", Redirect("key", 1, "p2"), now)
+        else:
+            now = attempt.deadline()
+            attempt.tick(now)
+    assert 10 < asked < 16
+    while attempt.following is None:
+        attempt.tick(attempt.deadline())
+    attempt.receive("p0", Accepted("key", 1, 5.0), attempt.clock)  # its leader is lost to it by now
+    assert attempt.following.accepted
+
+
 # -- messages are lost
 
 
