@@ -6,6 +6,7 @@ said in between belongs to the transcripts.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -518,6 +519,24 @@ def test_who_sends_us_on_to_somebody_lost_is_not_asked_as_fast_as_messages_trave
         attempt.tick(attempt.deadline())
     attempt.receive("p0", Accepted("key", 1, 5.0), attempt.clock)  # its leader is lost to it by now
     assert attempt.following.accepted
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_is_greeted_once_by_each_before_their_first_group(at_once: bool) -> None:
+    """Messages are what a cold round of many peers costs: every one is a call through two p2pds."""
+    hands = Hands(8, shuffle=True)
+    for name in hands.nodes:
+        hands.attach(name)
+    if not at_once:
+        hands.settle()
+    tokens = hands.start()
+    hands.finish()
+    assert {hands.outcomes[token].group_size for token in tokens.values()} == {8}
+    asked = Counter(
+        (who, to) for _, who, to, it in hands.sent if isinstance(it, Hello) and not it.answer
+    )
+    assert set(asked.values()) == {1}
+    assert len(hands.said(Hello)) <= 2 * sum(asked.values())
 
 
 # -- messages are lost
