@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 from moshpitd.core.effects import DropSnapshot, Effect, FetchSnapshot, LoadSnapshot, Note, Send
 from moshpitd.core.grid import is_flat
+from moshpitd.core.matchmaking import AGAIN_S
 from moshpitd.core.messages import (
     DigestQuery,
     DigestReply,
@@ -73,6 +74,7 @@ class CatchUp:
     )
     step: Step = Step.LOOKING
     until: float = 0.0
+    again_at: float = float("inf")  # when those that have not answered are asked once more
     asked: list[str] = field(default_factory=list)
     tried: dict[str, Reason] = field(default_factory=dict)
     donor: str = ""
@@ -175,6 +177,9 @@ class CatchUp:
         if now >= self.deadline_at:
             self._end(Reason.TIMEOUT)
             return
+        if self.step is Step.ASKING and now >= self.again_at:
+            self.again_at = float("inf")
+            self.effects += [Send(peer_id, Hello(self.me)) for peer_id in self.asked]
         if now < self.until:
             return
         match self.step:
@@ -195,7 +200,8 @@ class CatchUp:
                 pass
 
     def deadline(self) -> float:
-        return min(self.until, self.deadline_at)
+        again_at = self.again_at if self.step is Step.ASKING else self.until
+        return min(self.until, again_at, self.deadline_at)
 
     def sentence(self) -> str:
         """Why it failed, for people."""
@@ -210,7 +216,7 @@ class CatchUp:
 
     def _ask(self, now: float) -> None:
         self.step = Step.ASKING
-        self.until = now + self.params.answer_timeout_s
+        self.until, self.again_at = now + self.params.answer_timeout_s, now + AGAIN_S
         fresh = now - self.params.found_fresh_s
         live = self.swarm.live(self.me.schema)
         unsure = [e.record.peer_id for e in live if e.direct_at < fresh]

@@ -296,6 +296,7 @@ class Attempt:
 
     def _on_accepted(self, sender: str, now: float) -> None:
         if self.following is None or self.following.leader != sender:
+            self.lost_leader = "" if sender == self.lost_leader else self.lost_leader  # for good
             self._send(sender, Leave(self.key, self.number))
             return
         # It leads: no follower of ours, and nobody to wait for beyond its own signs of life.
