@@ -68,6 +68,11 @@ class Work:
     version_before: int = 0
     cancelled: dict[str, bool] = field(default_factory=dict)
 
+    @property
+    def takers(self) -> list[ev.Contributed]:
+        """Whoever is told the outcome and takes the result, on top of its values if it was late."""
+        return self.calls + self.late
+
 
 class Conductor:
     """Carries out the one call that runs. Invariant: `work` is None or has exactly one machine or
@@ -110,12 +115,10 @@ class Conductor:
         work = self.work
         if work is None or work.round is not None:
             return
-        if work.attempt is not None:
-            work.attempt.abandon(reason)
-            self.state.collect(work.attempt.effects)
-        if work.catch_up is not None:
-            work.catch_up.abandon(reason)
-            self.state.collect(work.catch_up.effects)
+        for machine in (work.attempt, work.catch_up):
+            if machine is not None:
+                machine.abandon(reason)
+                self.state.collect(machine.effects)
         self.finish(Outcome(Status.FAILED, reason, accepted=False), now)
 
     def step(self, work: Work, now: float) -> bool:
@@ -398,7 +401,7 @@ class Conductor:
             work.accepted, work.good = work.accepted + 1, outcome
             version = 1 + max(member.version for member in group.members)
             self.state.swarm.advanced([member.peer_id for member in group.members], version)
-            if any(call.trainer in self.state.trainers for call in work.calls):
+            if any(call.trainer in self.state.trainers for call in work.takers):
                 self.state.presence.update(version=version)  # else nobody here holds it
             self.state.newcomer = False
             self.state.donor.witnesses = tuple(outcome.contributors)
@@ -461,16 +464,14 @@ class Conductor:
         if work.loaded and outcome.status is Status.FAILED and self.state.donor.version is not None:
             # The round that failed may have put some results over what was loaded.
             trainers = tuple(call.trainer for call in work.calls)
-            effect = LoadSnapshot(b"", self.state.donor.version, trainers)
-            self.state.effects.append(effect)
-        takers = [seen_by(call, outcome).accepted for call in work.calls]
-        if work.accepted and not any(takers):
+            self.state.effects.append(LoadSnapshot(b"", self.state.donor.version, trainers))
+        took = {call.trainer: seen_by(call, outcome).accepted for call in work.takers}
+        if work.accepted and not any(took.values()):
             # Nobody takes it, so nobody here holds that average.
             self.state.presence.update(version=work.version_before)
         elif work.accepted:
-            for call, took in zip(work.calls, takers, strict=True):
-                if not took and call.trainer in self.state.trainers:
-                    self.state.trainers[call.trainer] = True  # holds other values than its node now
+            left = [it for it in self.state.trainers if not took.get(it, True)]
+            self.state.trainers |= dict.fromkeys(left, True)  # other values than their node's now
         outcome = replace(outcome, version=self.state.version)
         if work.calls:
             self.state.note(
@@ -487,7 +488,7 @@ class Conductor:
                 seconds=dict(outcome.seconds),
                 took=now - work.started,
             )
-        for call in work.calls + work.late:
+        for call in work.takers:
             self.state.effects.append(Finish(call.token, call.trainer, seen_by(call, outcome)))
         for sync in work.syncs:
             self.state.effects.append(Finish(sync.token, sync.trainer, outcome))

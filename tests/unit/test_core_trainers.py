@@ -102,6 +102,23 @@ def test_a_late_trainer_gets_the_result_as_a_delta() -> None:
     assert hands.outcomes[late].status is Status.COMPLETE
 
 
+def test_a_late_trainer_that_is_left_alone_makes_its_node_hold_the_result() -> None:
+    """Whose contribution it was is gone before the exchange is over."""
+    hands = node(2, others=2)
+    hands.contribute("p00", [1.0] * PARTS, trainer="t")
+    hands.contribute("p01", [3.0] * PARTS)
+    hands.run(until_s=hands.now + 2.0)
+    late = hands.contribute("p00", [10.0] * PARTS, trainer="u")
+    hands.hold = lambda sender, to, message: isinstance(message, Parity)
+    while not hands.nodes["p00"].opened:
+        hands.run(until_s=hands.now + 0.1)
+    hands.detach("p00", trainer="t")
+    go_on(hands)
+    hands.finish()
+    assert hands.value("p00", trainer="u") == 11.0
+    assert hands.outcomes[late].version == hands.nodes["p00"].peer.version == 1
+
+
 def test_what_comes_during_an_exchange_waits_for_the_next_one() -> None:
     hands = node(2)
     averaging(hands)
