@@ -401,6 +401,19 @@ def test_a_sample_that_is_within_the_band_keeps_the_shape(
         assert (place.crowd.made_for, place.crowd.outside) == (ours, 0)
 
 
+@pytest.mark.parametrize(
+    ("counted", "kept"), [(290, False), (300, True), (343, True), (400, True), (410, False)]
+)
+def test_where_all_shards_are_counted_the_band_lies_around_the_number(
+    counted: int, kept: bool
+) -> None:
+    place, sight = place_of(343)
+    place.crowd.made_for, place.crowd.peers, place.crowd.outside = 343, 430, PATIENCE
+    assert sight.count.depth <= STEP
+    place.surveyed(counted, sight, 100.0)
+    assert (place.proposal is None) is kept
+
+
 @pytest.mark.parametrize(("lost", "kept"), [(0, True), (3, True), (6, False), (11, False)])
 def test_who_died_in_one_shard_by_chance_shrinks_no_run(lost: int, kept: bool) -> None:
     """610 peers on 648 cells, of whom 30 had died one by one, three of them in one shard. Those who
