@@ -11,6 +11,7 @@ One rule: it counts and remembers; what follows from a number is `placing`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import sqrt
 
 from moshpitd.core.grid import PEERS_KEY
 from moshpitd.core.messages import Record, Shape
@@ -148,6 +149,12 @@ class Headcount:
             return (known if roomy else max(known, counted_here)) + 1
         total = (sum(self.counts.values()) + 1) * self._living(swarm)
         return max(1, round(total * (1 << self.depth) / len(self.counts)))
+
+    def doubt(self, swarm: Swarm) -> float:
+        """How much more than that of our shard the share that lives may be elsewhere, relative to
+        it: a standard deviation of the lost. Two would hide that a third of all have died."""
+        known, lost = swarm.known(self.shard)
+        return sqrt(lost) / (known - lost + 1)
 
     def _living(self, swarm: Swarm) -> float:
         """The share of those recorded in our shard that live, as far as we know them."""

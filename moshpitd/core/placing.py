@@ -219,10 +219,24 @@ class Place:
 
     def surveyed(self, peers: int, sight: Sight, now: float) -> None:
         """The survey that was due is done."""
-        if abs(peers - prod(self.shape.sides)) <= BAND * peers:
+        if self._serves(peers, sight):
             self.crowd.settle()  # our own shards hold more or fewer than others
         elif self.crowd.far(peers) or self.crowd.outside >= PATIENCE:
             self._reshape(self._aim(peers, sampled=sight.count.depth > STEP), sight, now)
+
+    def _serves(self, peers: int, sight: Sight) -> bool:
+        """Is our shape within the band for so many peers?
+
+        Where all shards were counted: around the number. Of a sample: from so far below what we
+        would make for them to so far above one cell for each; and where few in our shard live, that
+        may be our shard. A shape has less than a cell per peer when it is made, and of a large run
+        somebody's shards always hold a quarter more than others, so that it asks.
+        """
+        cells = prod(self.shape.sides)
+        if sight.count.depth <= STEP:
+            return abs(peers - cells) <= BAND * peers
+        fewest = (1 - BAND) * self._aim(peers, sampled=True)
+        return fewest <= cells <= (1 + BAND) * (1 + sight.count.doubt(sight.swarm)) * peers
 
     def _aim(self, peers: int, *, sampled: bool) -> int:
         """For how many cells a shape is to be made, after a survey that says so many peers."""

@@ -30,6 +30,7 @@ from moshpitd.core.peer import Peer
 from moshpitd.core.placing import EPOCHS_AHEAD, Place, Sight
 from moshpitd.core.shards import (
     SHARD_FULL,
+    STEP,
     counted,
     depth_for,
     hash_of,
@@ -370,6 +371,61 @@ def test_a_survey_that_is_too_high_gives_no_more_cells_than_there_are_peers(
     assert place.shape.sides == sides or (
         place.proposal is not None and place.proposal[0].sides == sides
     )
+
+
+@pytest.mark.parametrize(
+    ("sides", "counted", "kept"),
+    [
+        ((10, 10, 10, 9), 10_917, True),
+        ((10, 10, 10, 9), 12_500, False),  # a quarter more than there were
+        ((10, 10, 10, 10), 9_000, True),
+        ((10, 10, 10, 10), 8_000, False),
+        ((13, 13, 13), 2_500, True),
+        ((13, 13, 13), 2_800, False),  # lines of 13 would hold more than 16
+    ],
+)
+def test_a_sample_that_is_within_the_band_keeps_the_shape(
+    sides: tuple[int, ...], counted: int, kept: bool
+) -> None:
+    """Of ten thousand peers (seed 0 of ten-thousand.toml, 10,022 by then) those of three shards
+    counted 12,715, by chance, and asked. The survey said 10,917, and one round met on a new grid of
+    10,000 cells, filled to 0.61, although 9,000 held them all."""
+    cells = prod(sides)
+    place, sight = place_of(cells)
+    ours = cells * 127 // 100
+    place.crowd.made_for, place.crowd.peers, place.crowd.outside = cells, ours, PATIENCE
+    assert sight.count.depth > STEP
+    place.surveyed(counted, sight, 100.0)
+    assert (place.proposal is None) is kept
+    if kept:  # and the number that this peer counts is the measure from now on
+        assert (place.crowd.made_for, place.crowd.outside) == (ours, 0)
+
+
+@pytest.mark.parametrize(
+    ("counted", "kept"), [(290, False), (300, True), (343, True), (400, True), (410, False)]
+)
+def test_where_all_shards_are_counted_the_band_lies_around_the_number(
+    counted: int, kept: bool
+) -> None:
+    place, sight = place_of(343)
+    place.crowd.made_for, place.crowd.peers, place.crowd.outside = 343, 430, PATIENCE
+    assert sight.count.depth <= STEP
+    place.surveyed(counted, sight, 100.0)
+    assert (place.proposal is None) is kept
+
+
+@pytest.mark.parametrize(("lost", "kept"), [(0, True), (3, True), (6, False), (11, False)])
+def test_who_died_in_one_shard_by_chance_shrinks_no_run(lost: int, kept: bool) -> None:
+    """610 peers on 648 cells, of whom 30 had died one by one, three of them in one shard. Those who
+    saw that took the same share of 647 records for dead, and all went to 512 cells."""
+    place, sight = place_of(648)
+    shard = sight.count.shard[:17]
+    sight = replace(sight, count=replace(sight.count, shard=shard))
+    for peer_id in shard[:lost]:
+        sight.swarm.lose(peer_id, Reason.UNREACHABLE)
+    place.crowd.made_for, place.crowd.peers, place.crowd.outside = 648, 409, PATIENCE
+    place.surveyed(647 * (18 - lost) // 18, sight, 100.0)
+    assert (place.proposal is None) is kept
 
 
 def propose(sight: Sight, shape: Shape, since: int, *voices: str) -> None:
