@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -58,7 +61,9 @@ def spread(
         else:
             # spawn, because the bar draws from a thread and a fork would copy its locks.
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
+            with ProcessPoolExecutor(
+                min(processes, len(jobs)), mp_context=context, initializer=_end_with_parent
+            ) as pool:
                 numbers = {pool.submit(work, job): number for number, job in enumerate(jobs)}
                 try:
                     for future in as_completed(numbers):
@@ -67,6 +72,18 @@ def spread(
                     pool.shutdown(cancel_futures=True)
                     raise
     return [results[number] for number in range(len(jobs))]
+
+
+def _end_with_parent() -> None:
+    """A process of the pool that waits for its next job holds both ends of the pipe, so it would
+    never learn that the one that it works for was killed."""
+
+    def watch(parent: BaseProcess) -> None:
+        parent.join()
+        os._exit(1)
+
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=watch, args=(parent,), daemon=True).start()
 
 
 def busy(words: str) -> AbstractContextManager[object]:
