@@ -217,25 +217,26 @@ class Checks:
             self.fail("fails without a reason", node)
         if outcome.status is Status.ALONE and outcome.group_size != 1:
             self.fail(f"is alone in a group of {outcome.group_size}", node)
-        self._judge(node, outcome, since)
+        self._judge(node, effect.trainer, outcome, since)
         if not outcome.accepted:  # what was averaged in it is in no trainer's parameters
             rounds = self._recent.get(node.peer_id, {})
             for key, (at, round_) in list(rounds.items()):
                 if at >= since and effect.trainer in round_.buckets:
                     del rounds[key]
 
-    def _judge(self, node: Node, outcome: Outcome, since: float) -> None:
+    def _judge(self, node: Node, trainer: str, outcome: Outcome, since: float) -> None:
         """The outcome of a call that began at `since` against the rounds that it really had.
 
         A sweep reports the worst of its rounds. The version counts what is in the bucket, so it
         follows from the last snapshot or round that put values of others there. A round with only
-        our own in it may count (others got them) or not.
+        our own in it may count (others got them) or not; one of another trainer, which may have
+        left before it was over, put nothing there.
         """
         rounds = self._recent.get(node.peer_id, {})
         held = [
             (at, 0, 1 + max(it.version for it in round_.group.members), _with_others(round_))
             for at, round_ in rounds.values()
-            if round_.results
+            if round_.results and (trainer in round_.buckets or trainer in round_.late)
         ]
         # A daemon that wakes up ends its round and loads what it spoiled in one instant.
         at, version = self._loaded.get(node.peer_id, (-1.0, 0))
