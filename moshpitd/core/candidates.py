@@ -65,6 +65,7 @@ class Candidates:
 
     known: dict[str, Candidate] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()  # heard of, and lost before the attempt
+    hops: list[str] = field(default_factory=list)  # who sent us on, since somebody accepted us
 
     def __contains__(self, peer_id: str) -> bool:
         return peer_id in self.known
@@ -142,6 +143,23 @@ class Candidates:
         if candidate is None or now < candidate.rests_until:
             return False
         return candidate.answer in (Answer.UNASKED, Answer.LATER)
+
+    def leads(self, peer_id: str) -> None:
+        """It accepted us: it is no follower of ours, and the way to it was no circle."""
+        self.mark(peer_id, Answer.ELSEWHERE, None)
+        self.hops.clear()
+
+    def circle(self, sender: str, me: str) -> bool:
+        """Several that have joined each other and send each other on go round for as long as they
+        are ready; all see the same circle, and the lowest of it is to lead. Is that us, now that
+        `sender` has sent us on?"""
+        before = self.hops[::-1].index(sender) + 1 if sender in self.hops else 0
+        loop = self.hops[-before:] if before > 1 else []  # else one that sends us on twice
+        self.hops.append(sender)
+        if not loop or me > min(loop):
+            return False
+        self.hops.clear()
+        return True
 
     def sends_on_in_vain(self, peer_id: str, now: float) -> None:
         """It follows somebody who is gone for us. It may be about to hear the same, and then looks

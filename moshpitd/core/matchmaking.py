@@ -299,8 +299,8 @@ class Attempt:
             self.lost_leader = "" if sender == self.lost_leader else self.lost_leader  # for good
             self._send(sender, Leave(self.key, self.number))
             return
-        # It leads: no follower of ours, and nobody to wait for beyond its own signs of life.
-        self.candidates.mark(sender, Answer.ELSEWHERE, None)
+        # It leads: nobody to wait for beyond its own signs of life.
+        self.candidates.leads(sender)
         self.following.accepted = True
         self.following.until = min(now + 2 * ALIVE_S + SLACK_S, self.deadline_at)
         self.following.again_at = now + ALIVE_S + SLACK_S
@@ -330,15 +330,16 @@ class Attempt:
             return
         self.candidates.follows(sender, leader)
         known = self.candidates.get(leader)
+        lost = known is not None and known.answer in (Answer.LOST, Answer.DECLINED)
         if known is not None and known.answer is Answer.JOINED:
             self.candidates.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
-        elif known is not None and known.answer in (Answer.LOST, Answer.DECLINED):
+        elif lost:
             self.candidates.sends_on_in_vain(sender, now)
         if followed:
             self.following = None
-            if known is not None and (
-                known.answer not in (Answer.LOST, Answer.DECLINED) or known.reason is Reason.MOVED
-            ):  # one that was elsewhere when we asked is here now: its follower says so
+            # One that was elsewhere when we asked is here now: its follower says so.
+            here = known is not None and (not lost or known.reason is Reason.MOVED)
+            if here and not self.candidates.circle(sender, self.me.peer_id):
                 self._join(leader, now)
                 return
         elif known is not None and known.answer in OPEN:
@@ -480,9 +481,8 @@ class Attempt:
         if self.following is not None:
             self.lost_leader = self.following.leader
         self.following = None
-        self.window_end = min(
-            self.deadline_at, max(self.window_end, now + self.params.answer_timeout_s)
-        )
+        until = max(self.window_end, now + self.params.answer_timeout_s)
+        self.window_end = min(self.deadline_at, until)
         self.candidates.nobody_elsewhere()
 
     def _lose(self, peer_id: str, reason: Reason, now: float) -> None:

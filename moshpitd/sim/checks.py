@@ -229,15 +229,18 @@ class Checks:
 
         A sweep reports the worst of its rounds. The version counts what is in the bucket, so it
         follows from the last snapshot or round that put values of others there. A round with only
-        our own in it may count (others got them) or not; one of another trainer, which may have
-        left before it was over, put nothing there.
+        our own in it may count (others got them) or not, as may one of another trainer, which had
+        left before it was over or not.
         """
         rounds = self._recent.get(node.peer_id, {})
         held = [
-            (at, 0, 1 + max(it.version for it in round_.group.members), _with_others(round_))
+            (
+                at, 0, 1 + max(it.version for it in round_.group.members),
+                _with_others(round_) and (trainer in round_.buckets or trainer in round_.late),
+            )
             for at, round_ in rounds.values()
-            if round_.results and (trainer in round_.buckets or trainer in round_.late)
-        ]
+            if round_.results
+        ]  # fmt: skip
         # A daemon that wakes up ends its round and loads what it spoiled in one instant.
         at, version = self._loaded.get(node.peer_id, (-1.0, 0))
         held.append((at, 1, version, True))
