@@ -73,11 +73,10 @@ class Invite:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Take me into your group under `key`. I am committed to you until I say Leave or hear no
-    answer.
+    """Take me into your group under `key`. I am committed until I say Leave or hear no answer.
 
-    `followers` are those that a leader who gives way brings along; they will join by themselves.
-    `knows`: whom else the sender knows of in a run of one group, where everybody shall be in it.
+    `followers`: those that a leader who gives way brings along; they will join by themselves.
+    `knows`: whom else the sender knows, in a run of one group, where everybody shall be in it.
     """
 
     key: str
