@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.kit.processes import wait_for
@@ -42,7 +41,4 @@ def test_processes_end_with_the_one_that_they_work_for(tmp_path: Path) -> None:
     assert all(is_there(pid) for pid in workers)
     parent.kill()
     parent.wait()
-    until = time.monotonic() + 20.0
-    while any(is_there(pid) for pid in workers) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [pid for pid in workers if is_there(pid)]
+    wait_for(lambda: not any(map(is_there, workers)), 20.0, "both have ended")

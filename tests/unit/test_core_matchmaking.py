@@ -546,6 +546,27 @@ def test_each_is_greeted_once_by_each_before_their_first_group(at_once: bool) ->
     assert len(hands.said(Hello)) <= 2 * sum(asked.values())
 
 
+def test_who_does_not_answer_a_catch_up_is_asked_once_more_before_it_is_lost() -> None:
+    """Both lose their first greeting, which is the one of having heard of each other."""
+    hands = Hands(2)
+    for name in hands.nodes:
+        hands.attach(name)
+    greeted: list[tuple[str, str]] = []
+
+    def first(sender: str, to: str, what: object) -> bool:
+        if not isinstance(what, Hello) or (sender, to) in greeted:
+            return False
+        greeted.append((sender, to))
+        return True
+
+    hands.drop = first
+    tokens = hands.start()
+    hands.finish()
+    assert len(greeted) == 2
+    assert [hands.outcomes[token].group_size for token in tokens.values()] == [2, 2]
+    assert max(waited(hands, token) for token in tokens.values()) < 1.0
+
+
 @pytest.mark.parametrize("seed", [1, 15, 80, 92, 138, 262, 271])
 def test_three_that_have_joined_each_other_end_under_one_of_them(seed: int) -> None:
     """Each has joined the next one, and messages take so long that each is sent on by whom it asks,
