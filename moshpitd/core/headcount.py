@@ -82,14 +82,15 @@ class Headcount:
         """The other shards that are looked up with ours."""
         return counted(self.me, self.depth)
 
-    def begin_survey(self) -> tuple[str, ...]:
-        """Keys to look up before a shape is proposed; none while one survey runs."""
+    def begin_survey(self, fits: int) -> tuple[str, ...]:
+        """Keys to look up before a shape is proposed; none while one survey runs. `fits`: the depth
+        that our shape says."""
         if any(count is None for count in self.survey.values()):
             return ()
-        # Who found its shard overfull is a step deeper than the shape says, and others have yet to
-        # find that out: of a run that grows fast each depth holds a part.
-        steps = range(STEP, self.depth + STEP + 1, STEP)
-        depths = sorted(dict.fromkeys((self.depth, *steps))) if self.depth else [0]
+        # Who found its shard overfull is a step or two deeper than the shape says, and others have
+        # yet to find that out: of a run that grows fast each depth holds a part.
+        steps = range(STEP, self.depth + 2 * STEP, STEP)
+        depths = sorted(dict.fromkeys((fits, self.depth, *steps))) if self.depth else [0]
         self.depths = {depth: surveyed(self.me, depth) for depth in depths}
         self.survey = dict.fromkeys(key for keys in self.depths.values() for key in keys)
         return tuple(self.survey)

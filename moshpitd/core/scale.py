@@ -44,6 +44,7 @@ class Scale:
         self.count = Headcount(state.params, state.peer_id)
         self.looked_at = float("-inf")
         self.spread_at = float("-inf")  # when other shards than ours were looked up
+        self.shapes_at = float("-inf")  # when the directory last said which shapes are proposed
 
     def prepare(self, now: float) -> None:
         """Know where we stand: the shape, and with it where our record belongs."""
@@ -64,7 +65,7 @@ class Scale:
             place.surveyed(peers, sight, now)
         elif place.survey_due:
             place.survey_due = False
-            state.effects += [LookUp(key) for key in self.count.begin_survey()]
+            state.effects += [LookUp(key) for key in self.count.begin_survey(self._fits)]
         crowd = place.crowd
         if crowd.outside > outside and (crowd.peers < crowd.made_for or not crowd.many):
             self._ask(now)  # some have left: who else? Of few, are all of them there?
@@ -107,6 +108,8 @@ class Scale:
     def found(self, event: Found, now: float) -> None:
         if event.ok:  # of no answer it does not follow that nobody is there
             self.count.found(event.key, event.records, self.state.swarm, self.state.record)
+            if event.key == SHAPE_KEY:
+                self.shapes_at = now
         presence = self.state.presence
         if event.key != presence.key:
             return
@@ -180,8 +183,10 @@ class Scale:
         # Also where few are left: those that still hold with the shape of many look here.
         many = place.many() or self.count.depth > 0
         may = place.proposal is None and news and many and place.seconds(held[0].epoch)
-        # Who counts few takes itself for one of the few: enough voices are enough.
-        if may and self.count.seconded(held[0]) < SECONDED:
+        # Who counts few takes itself for one of the few: enough voices are enough. So listen first:
+        # where thousands arrive, a quarter of them would fill the key until nobody can read it.
+        listened = place.pending is not None or self.shapes_at > place.crowd.taken_at
+        if may and listened and self.count.seconded(held[0]) < SECONDED:
             place.proposal = held
             self.count.propose(state.peer_id, held)
         if place.proposal is None:
@@ -193,7 +198,12 @@ class Scale:
 
     def _move(self, now: float) -> None:
         """Our record goes where everybody of this shape looks for it."""
-        shape = self.state.place.shape
-        depth = 0 if is_flat(shape) else depth_for(prod(shape.sides))
+        depth = self._fits
         self.count.move(depth)
         self.state.presence.move(keys_of(self.state.peer_id, depth), now)
+
+    @property
+    def _fits(self) -> int:
+        """How deep the records of a run of our shape lie."""
+        shape = self.state.place.shape
+        return 0 if is_flat(shape) else depth_for(prod(shape.sides))

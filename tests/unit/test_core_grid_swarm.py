@@ -286,9 +286,9 @@ def test_a_survey_is_over_when_all_its_shards_have_been_counted() -> None:
     peers = 1_000
     everybody = run_of(peers, round=20, shape=Shape(1, (peers,)))
     count, swarm, mine = counting(everybody, peers)
-    keys = count.begin_survey()
-    assert len(keys) == 3 * 16
-    assert count.begin_survey() == ()  # one at a time
+    keys = count.begin_survey(count.depth)
+    assert len(keys) == 4 * 16
+    assert count.begin_survey(count.depth) == ()  # one at a time
     for key in keys:
         assert count.surveyed(swarm) is None
         found = tuple(r for r in everybody if keys_of(r.peer_id, count.depth)[0] == key)
@@ -301,14 +301,16 @@ def test_a_survey_is_over_when_all_its_shards_have_been_counted() -> None:
 
 def test_a_survey_counts_those_too_that_are_a_step_deeper_or_not_yet_as_deep() -> None:
     """In a run that grows fast each depth of the directory holds a part. Who found its shard
-    overfull went a step deeper; a survey of that depth alone counted 2,000 of 8,000."""
+    overfull went a step deeper; a survey of that depth alone counted 2,000 of 8,000. And of 10,000
+    with a shape for 294 (depth 3) those at 3 counted 5,200, those at 4 and 8 8,500: no two proposed
+    one shape (10,000 peers, seed 2)."""
     everybody = run_of(6_000, round=0)
-    at = {r.peer_id: (4, 8, 8)[i % 3] for i, r in enumerate(everybody)}
+    at = {r.peer_id: (3, 4, 8, 8)[i % 4] for i, r in enumerate(everybody)}
     mine, swarm = record("me"), Swarm(Params(), "me")
-    for depth in (4, 8):
+    for depth in (3, 4, 8):
         count = Headcount(Params(), "me")
         count.move(depth)
-        for key in count.begin_survey():
+        for key in count.begin_survey(3):
             found = tuple(r for r in everybody if keys_of(r.peer_id, at[r.peer_id])[0] == key)
             count.found(key, found, swarm, mine)
         estimate = count.surveyed(swarm)
@@ -695,14 +697,21 @@ def test_most_are_known_from_a_round_long_ago_and_say_nothing_of_now(
     assert needs_snapshot(swarm, me, Params(), 100.0, fresh=False) is behind
 
 
-@pytest.mark.parametrize(("voices", "speaks"), [(15, True), (16, False)])
-def test_what_enough_have_seconded_nobody_seconds_any_more(voices: int, speaks: bool) -> None:
+@pytest.mark.parametrize(("voices", "speaks"), [(15, True), (16, False), (None, False)])
+def test_what_enough_have_seconded_nobody_seconds_any_more(
+    voices: int | None, speaks: bool
+) -> None:
     """Who counts few peers takes itself for one of the few that speak: of 2,500 that started within
-    two seconds 470 did, and of 10,000 too many for one answer of the directory."""
+    two seconds 470 did, and of 10,000 too many for one answer of the directory. Nor does who has
+    not heard yet how many have (None): of 10,000 that arrived within six seconds 5,000 had not."""
     peer = Peer(Params(), "me", random.Random(1), run="r")
     shape, scale = Shape(1, (9, 9, 8)), peer.conductor.meeting.scale
     peer.state.place.shape, peer.state.place.crowd.peers = shape, 16
-    scale.count.proposals = dict.fromkeys(names(voices), (shape, 0))
+    peer.state.place.crowd.taken_at = 1.0
+    if voices is not None:
+        there = (record(it, shape=shape, coordinates=(0, 0, 0)) for it in names(voices))
+        peer.state.presence.update(schema=SCHEMA)
+        scale.found(Found(SHAPE_KEY, tuple(there)), 2.0)
     scale._speak()
     said = [it.key for it in peer.take_effects() if isinstance(it, Announce)]
     assert said == ([SHAPE_KEY] if speaks else [])
