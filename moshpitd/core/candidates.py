@@ -28,9 +28,12 @@ OPEN = (Answer.UNASKED, Answer.ASKED, Answer.LATER, Answer.ELSEWHERE)
 
 
 SENT_ON = 8
-"""Times that one may send us on to somebody who is lost to us, before we ask it at once again no
-more: two or three when some vanish as a group forms. It follows for as long as it does not see that
-itself, and two that ask and send on as fast as messages travel said 467,000 Joins in 36 s."""
+"""Times that one may send us on before we ask it at once again no more: two or three when some
+vanish as a group forms. It follows somebody who is lost for as long as it does not see that itself,
+and two that ask and send on as fast as messages travel said 467,000 Joins in 36 s."""
+
+HOPS = 64
+"""Of those that sent us on, the last: four circles of a whole group."""
 
 REST_S = 0.7
 """After that it is asked so often; it gives up who has vanished in three of them."""
@@ -45,7 +48,7 @@ class Candidate:
     reason: Reason | None = None
     again: bool = False  # what we asked was said a second time
     leader: str = ""  # whom it follows, if ELSEWHERE
-    sent_on: int = 0  # times that it named a leader who is lost to us
+    sent_on: int = 0  # times that it named a leader
     rests_until: float = 0.0  # not asked before
     waited_for: bool = True  # False: it made others wait in vain; its Later holds nobody up
 
@@ -155,21 +158,45 @@ class Candidates:
         `sender` has sent us on?"""
         before = self.hops[::-1].index(sender) + 1 if sender in self.hops else 0
         loop = self.hops[-before:] if before > 1 else []  # else one that sends us on twice
-        self.hops.append(sender)
+        self.hops = [*self.hops[1 - HOPS :], sender]
         if not loop or me > min(loop):
             return False
         self.hops.clear()
         return True
 
-    def sends_on_in_vain(self, peer_id: str, now: float) -> None:
-        """It follows somebody who is gone for us. It may be about to hear the same, and then looks
-        for others."""
-        self.mark(peer_id, Answer.LATER, None)
-        candidate = self.known.get(peer_id)
-        if candidate is not None:
-            candidate.sent_on += 1
-            if candidate.sent_on > SENT_ON:
-                candidate.rests_until = now + REST_S
+    def sends_on(self, sender: str, leader: str, now: float) -> bool:
+        """`sender` follows `leader`, or has asked it. Should we go there?"""
+        self.follows(sender, leader)
+        known = self.known.get(leader)
+        if known is None:
+            return False
+        match known.answer:
+            case Answer.JOINED:
+                self.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
+                return False
+            case Answer.LOST | Answer.DECLINED:
+                # It may be about to hear the same, and then looks for others.
+                self.mark(sender, Answer.LATER, None)
+                self._in_vain(sender, now)
+                # One that was elsewhere when we asked is here now: its follower says so.
+                return known.reason is Reason.MOVED
+            case _ if self._in_vain(sender, now):
+                # Two that ask who is not ready in turns send each other there for as long as it is
+                # not; and who is above those that go round (`circle`) waits until they are done.
+                self.mark(sender, Answer.LATER, None)
+                return False
+            case _:
+                return True
+
+    def _in_vain(self, sender: str, now: float) -> bool:
+        """Has it sent us on once too often? Then it rests."""
+        candidate = self.known.get(sender)
+        if candidate is None:
+            return False
+        candidate.sent_on += 1
+        if candidate.sent_on > SENT_ON:
+            candidate.rests_until = now + REST_S
+        return candidate.sent_on > SENT_ON
 
     def rested_at(self, now: float) -> list[float]:
         """When those that rest may be asked again."""

@@ -135,7 +135,7 @@ class Headcount:
         if key in self.survey:
             self.survey[key] = len(live)
         if here:
-            self.shard = tuple(live)
+            self.shard = tuple(live[: self.params.max_candidates])
         if counts:
             self.counts[key] = len(live)
 

@@ -328,25 +328,17 @@ class Attempt:
         followed = self.following is not None and self.following.leader == sender
         if self.following is not None and not followed:
             return
-        self.candidates.follows(sender, leader)
-        known = self.candidates.get(leader)
-        lost = known is not None and known.answer in (Answer.LOST, Answer.DECLINED)
-        if known is not None and known.answer is Answer.JOINED:
-            self.candidates.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
-        elif lost:
-            self.candidates.sends_on_in_vain(sender, now)
+        there = self.candidates.sends_on(sender, leader, now)
         if followed:
             self.following = None
-            # One that was elsewhere when we asked is here now: its follower says so.
-            here = known is not None and (not lost or known.reason is Reason.MOVED)
-            if here and not self.candidates.circle(sender, self.me.peer_id):
+            if there and not self.candidates.circle(sender, self.me.peer_id):
                 self._join(leader, now)
                 return
-        elif known is not None and known.answer in OPEN:
+        elif there and self.candidates[leader].answer in OPEN:
             if leader < self.me.peer_id or not self.candidates.joined():
                 self._join(leader, now)
                 return
-            known.answer = Answer.UNASKED
+            self.candidates[leader].answer = Answer.UNASKED
         self._decide(now)
 
     # -- decisions

@@ -177,6 +177,7 @@ class Life:
         first = not any(other.attached for other in node.trainers)
         trainer.alive = trainer.attached = True
         trainer.attachments += 1
+        trainer.before = (trainer.name, trainer.bucket)
         trainer.name = f"t{trainer.number}.{trainer.attachments}"
         trainer.bucket, trainer.lone = trainer.values.copy(), 0
         if first and (node.plane.copy is None or node.plane.copy_version <= trainer.version):

@@ -16,6 +16,9 @@ from moshpitd.sim.plan import Partition
 _NORMAL = NormalDist()
 SAMPLED = 4096
 """Enough for a median."""
+AFTER_S = 1e-6
+"""What is said after another thing comes so much after it: more than sums of times are off by."""
+
 ANSWER_RECORDS = 2048
 """More records than that under one key are no answer at all: hivemind's unary messages end at about
 2 MiB, and a record with its addresses and signature is about 1 KiB."""
@@ -152,8 +155,8 @@ class _Whole:
 
 
 class Directory:
-    """key -> records with a ttl. Invariant: the later store wins, whatever the record says of
-    itself, as in a DHT."""
+    """key -> records with a ttl. Invariant: what a peer says later under a key wins, whatever the
+    record says of itself, as in a DHT, where it has the later expiry."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -165,6 +168,7 @@ class Directory:
         self._fails = stream(options.seed, "directory", "fails")
         self._cut = stream(options.seed, "directory", "cut")
         self.stale, self.hidden, self.fails = options.stale, options.hidden, options.directory_fails
+        self._due: dict[tuple[str, str], float] = {}  # (key, peer) -> when its last store is done
         self.longest = 0.0  # operation so far
         self.sampled: list[float] = []  # durations of the first SAMPLED operations
 
@@ -181,11 +185,19 @@ class Directory:
             self.sampled.append(took)
         return took
 
+    def storing(self, key: str, peer_id: str, now: float) -> float:
+        """How long this store takes: a goodbye never comes before what it takes back."""
+        due = max(now + self.duration(), self._due.get((key, peer_id), 0.0) + AFTER_S)
+        self._due[key, peer_id] = due
+        return due - now
+
     def works(self) -> bool:
         return self.fails <= 0.0 or self._fails.random() >= self.fails
 
     def store(self, key: str, record: Record, *, ttl_s: float, now: float) -> None:
         """Of a ttl of 0: take it back."""
+        if self._due.get((key, record.peer_id), math.inf) <= now + AFTER_S / 2:
+            del self._due[key, record.peer_id]
         whole = self._whole.get(key)
         if ttl_s <= 0.0:
             self._slots.get(key, {}).pop(record.peer_id, None)

@@ -70,6 +70,7 @@ class Trainer:
     straggles: bool = False
     name: str = ""
     bucket: Vector = field(init=False)
+    before: tuple[str, Vector] | None = None  # name and bucket of the attachment before
     attachments: int = 0
     alive: bool = True
     attached: bool = False
@@ -203,3 +204,13 @@ class Node:
 
     def trainer(self, name: str) -> Trainer | None:
         return next((trainer for trainer in self.trainers if trainer.name == name), None)
+
+    def bucket(self, name: str) -> Vector | None:
+        """The memory that the daemon shares with that trainer. A daemon that stood still while one
+        died and came back has both to hear, and holds the old memory until then."""
+        for trainer in self.trainers:
+            if trainer.name == name:
+                return trainer.bucket
+            if trainer.before is not None and trainer.before[0] == name:
+                return trainer.before[1]
+        return None

@@ -118,12 +118,12 @@ class Snapshots:
 
     def refresh(self, node: Node, effect: RefreshSnapshot) -> None:
         # Copied now, not when the event arrives: from Finish on the bucket is the trainer's again.
-        trainer = node.trainer(effect.trainer)
-        if trainer is None:
+        bucket = node.bucket(effect.trainer)
+        if bucket is None:
             self._checks.fail(
                 f"refreshes its snapshot from {effect.trainer}, which it does not have", node
             )
-        node.plane.copy, node.plane.copy_version = trainer.bucket.copy(), effect.version
+        node.plane.copy, node.plane.copy_version = bucket.copy(), effect.version
         self._world.post(self._wire.work_s(), node, SnapshotRefreshed(effect.version))
 
     def digest(self, node: Node, effect: Digest) -> None:

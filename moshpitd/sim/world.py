@@ -206,7 +206,8 @@ class World:
             if effect.what in OF_ATTEMPTS:
                 self.meters.noted(node, effect)
         elif isinstance(effect, Announce):
-            self.later(self.directory.duration(), self._stored, node, node.incarnation, effect)
+            takes_s = self.directory.storing(effect.key, node.peer_id, self.now)
+            self.later(takes_s, self._stored, node, node.incarnation, effect)
         elif isinstance(effect, LookUp):
             self.later(self.directory.duration(), self._found, node, node.incarnation, effect)
         elif isinstance(effect, Finish):
