@@ -14,7 +14,6 @@ One rule: nothing here sends anything; a shape spreads because it stands in ever
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2, prod
@@ -25,6 +24,7 @@ from moshpitd.core.grid import (
     cell,
     cell_along,
     is_flat,
+    is_valid,
     meeting_key,
     rank,
     rekey,
@@ -261,9 +261,7 @@ class Place:
         while len(self.past) > 1 and self.past[1][0] <= since:
             del self.past[0]
         if not self.met:  # a newcomer goes where those are that have met, however few they are
-            rounds = sight.swarm.census(sight.schema).rounds.get(self.shape, [])
-            met = rounds[bisect_right(rounds, self.round + 1) :]  # one ahead may just be earlier
-            self.round = met[len(met) // 2] if met else self.round
+            self.round = self._met_ahead(sight)
         if not self.past or self.past[-1][1] != self.round:
             self.past.append((now, self.round))
         median = sight.swarm.census(sight.schema).median_round(self.round, self.shape)
@@ -293,6 +291,15 @@ class Place:
         if behind >= step or ahead >= max(2, step):
             self.round = heard
             self.past.clear()
+
+    def _met_ahead(self, sight: Sight) -> int:
+        """Where most of those are that have met, of those beyond the next round: one ahead may just
+        be earlier. Whoever has met holds a version; who stays alone goes on too, without."""
+        if sight.swarm.census(sight.schema).rounds.get(self.shape, [0])[-1] <= self.round + 1:
+            return self.round
+        here = [e.record for e in sight.swarm.live(sight.schema) if e.record.shape == self.shape]
+        met = sorted(it.round for it in here if it.version and it.round > self.round + 1)
+        return met[len(met) // 2] if met else self.round
 
     def _told(self, sight: Sight, since: float) -> list[int]:
         """Rounds of those in our shard, if the directory has named them at a time when whoever
@@ -335,7 +342,7 @@ class Place:
             return  # nearly always: all stand where we do
         voices = census.voices()
         needed = min(2, sight.swarm.living(sight.schema))
-        good = [it for it, n in voices.items() if n >= needed and _valid(it, self.params)]
+        good = [it for it, n in voices.items() if n >= needed and self._valid(it)]
         # Nobody else is where we are, or only newcomers like us: no round is finished there.
         left = self.shape not in voices or not self.met
         newer = [
@@ -360,7 +367,7 @@ class Place:
         latest: tuple[Shape, int] | None = None
         for shape, rounds in count.voices(self.shape).items():
             newest = self.shape if latest is None else latest[0]
-            if rank(shape) <= rank(newest) or not _valid(shape, self.params):
+            if rank(shape) <= rank(newest) or not self._valid(shape):
                 continue
             if self._witnessed(shape):
                 latest = (shape, rounds[0])
@@ -372,7 +379,10 @@ class Place:
     def _witnessed(self, shape: Shape) -> bool:
         """Does our own count say the same as that shape? Only where it is a count of many."""
         near = shape.epoch <= self.shape.epoch + EPOCHS_AHEAD
-        return self.crowd.many and near and _valid(shape, self.params) and self.crowd.fits(shape)
+        return self.crowd.many and near and self._valid(shape) and self.crowd.fits(shape)
+
+    def _valid(self, shape: Shape) -> bool:
+        return is_valid(shape, self.params.max_group)
 
     def _propose(self, sight: Sight, now: float) -> None:
         if self.params.grid_sides:
@@ -488,11 +498,3 @@ class Place:
             if free:
                 return rng.choice(free)
         return cell(rng.randrange(cells), self.shape.sides)
-
-
-def _valid(shape: Shape, params: Params) -> bool:
-    return (
-        bool(shape.sides)
-        and len(shape.sides) <= 8
-        and all(1 <= side <= params.max_group for side in shape.sides)
-    )
