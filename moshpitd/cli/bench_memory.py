@@ -33,8 +33,8 @@ WATCHED_MAX = 8
 
 
 def at_rest(swarm: Swarm) -> list[int]:
-    """By daemon: its own memory (proportional, without mapped files), without residuals. Those grow
-    up to their stated size as parts change their reducers."""
+    """By daemon: its own memory (without mapped files), without residuals. Those grow up to their
+    stated size as parts change their reducers."""
     return [
         anonymous_bytes(pid) - _residual_bytes(node.status())
         for node, pid in zip(swarm.nodes, _pids(swarm), strict=True)

@@ -61,15 +61,9 @@ def reset_peaks(groups: Collection[int]) -> None:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Proportional size of a process's own memory: without the mapped buckets and libraries."""
-    try:
-        text = (PROC / str(pid) / "smaps_rollup").read_text()
-    except OSError:
-        return 0
-    for line in text.splitlines():
-        if line.startswith("Pss_Anon:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """A process's own memory: without the mapped buckets and libraries. A counter of the kernel's;
+    smaps_rollup would walk all page tables, 0.3 processor seconds a second of what is measured."""
+    return _status_kib(pid, "RssAnon:") * 1024
 
 
 def wait_stopped(pid: int, timeout_s: float = 0.05) -> bool:
