@@ -72,8 +72,7 @@ TOLD = 32
 window of seconds that a line with a gap would wait for somebody who stands elsewhere."""
 
 SHARDS = 8
-"""So many make ranks uncertain: 110 peers in three or four know each other's within a cell, 1,000
-that arrive within seconds do not."""
+"""So many make ranks uncertain: 110 peers in four know each other's, 1,000 that arrive do not."""
 
 LONELY = 3
 """Attempts alone in a shape that nobody else has, before it is given up for one that two hold."""
@@ -140,7 +139,7 @@ class Place:
             # All begin with the same axis, so that those who are ready meet whenever that is.
             self.round += -self.round % len(self.shape.sides)
         self._leave_shared_cell(sight, now)
-        self.sparse = self._sparse()
+        self.sparse = self._sparse(now)
 
     def key(self) -> str:
         if self.sparse:
@@ -228,9 +227,9 @@ class Place:
         """Is our shape within the band for so many peers?
 
         Where all shards were counted: around the number. Of a sample: from so far below what we
-        would make for them to so far above one cell for each; and where few in our shard live, that
-        may be our shard. A shape has less than a cell per peer when it is made, and of a large run
-        somebody's shards always hold a quarter more than others, so that it asks.
+        would make for them to so far above one cell for each (where few in our shard live, that may
+        be our shard): made with less, and of a large run somebody's shards always hold a quarter
+        more than others, so that it asks.
         """
         cells = prod(self.shape.sides)
         if sight.count.depth <= STEP:
@@ -303,9 +302,9 @@ class Place:
 
     def _told(self, sight: Sight, since: float) -> list[int]:
         """Rounds of those in our shard, if the directory has named them at a time when whoever
-        began a round as early as we did ours had stored that."""
+        began a round as early as we did ours had stored that. Who has not met asks who has."""
         told_at = self.past[-1][0] + self.params.refresh_s / 2
-        if not self.met or sight.sweeping or sight.found_at <= told_at:
+        if sight.sweeping or sight.found_at <= told_at:
             return []
         ours = self.shape
         return sorted(
@@ -314,14 +313,14 @@ class Place:
             if entry is not None
             and entry.lost is None
             and entry.heard_at >= since
+            and (self.met or entry.record.version)
             and (entry.record.shape is ours or entry.record.shape == ours)
         )
 
     def _company(self, sight: Sight) -> bool:
         """Does anybody stand in our line in our round?"""
-        number = self.round
         for entry in sight.swarm.live(sight.schema):
-            if entry.record.round == number and self.meets(entry.record):
+            if entry.record.round == self.round and self.meets(entry.record):
                 return True
         return False
 
@@ -437,10 +436,9 @@ class Place:
         self.changes.append(shape)
         if self.crowd.many:
             index = int(position(self.me, count.shard, count.depth) * cells)
-            # Of a run of many shards neighbours by hash begin in one line: while all arrive, each
-            # knows its rank to within some cells, so seldom in which line it is. Where ranks are
-            # right, later or of few, a line out of all shards is more even than one out of a shard
-            # that holds too many.
+            # Of many shards neighbours by hash begin in one line: while all arrive, each knows its
+            # rank to within some cells, so seldom in which line it is. Where ranks are right, later
+            # or of few, a line out of all shards is more even than one out of a shard too full.
             begins = not self.round and cells > SHARDS * SHARD_AIM
             along = axis_of(shape, 0) if begins else len(shape.sides) - 1
             self.coordinates = cell_along(index, shape.sides, along)
@@ -456,10 +454,12 @@ class Place:
 
     # -- cells
 
-    def _sparse(self) -> int:
+    def _sparse(self, now: float) -> int:
         """A grid less than half full has more holes than lines: random groups mix faster. By powers
-        of two, so that peers whose counts differ a little still agree."""
-        if is_flat(self.shape) or self.params.grid_sides or not self.crowd.many:
+        of two, so that peers whose counts differ a little still agree. Just after a change others
+        are still where they were counted, and whoever counted too few would be alone."""
+        settling = now < self.crowd.taken_at + self.params.refresh_s
+        if settling or is_flat(self.shape) or self.params.grid_sides or not self.crowd.many:
             return 0
         return max(0, int(log2(prod(self.shape.sides) / self.peers)))
 

@@ -554,11 +554,28 @@ def test_a_count_that_grows_at_every_look_is_waited_out() -> None:
     assert place.crowd.steady
 
 
+@pytest.mark.parametrize(("version", "goes_back"), [(3, True), (0, False)])
+def test_who_went_on_alone_goes_back_to_those_in_its_shard_that_have_met(
+    version: int, goes_back: bool
+) -> None:
+    """It has never met, and is two rounds ahead by two attempts alone within a second: at its next
+    call the directory has long said where the others are."""
+    place, sight = place_of(1_000, round_number=1)
+    place.met, place.round, place.lonely, place.past = False, 3, 1, [(95.0, 0), (96.0, 3)]
+    for entry in sight.swarm.live(SCHEMA):
+        newer = replace(entry.record, sequence=entry.record.sequence + 1, version=version)
+        sight.swarm.hear(newer, 104.0, direct=False)
+    place.prepare(replace(sight, found_at=104.0), 106.0)
+    assert (place.round == 1) is goes_back
+
+
 def test_below_half_fill_the_groups_are_random() -> None:
     place, sight = place_of(1_000)
     others = Shape(1, (20, 20, 15))
-    place.shape, place.crowd.made_for, place.crowd.taken_at = others, 6_000, 99.0
+    place.shape, place.crowd.made_for, place.crowd.taken_at = others, 6_000, 84.9
     place.coordinates = (19, 3, 3)
+    place.prepare(sight, 99.0)
+    assert place.sparse == 0  # just after a change a count misses those that have not moved yet
     place.prepare(sight, 100.0)
     assert place.sparse == 2
     assert place.key().startswith("random/1/5/2.")
