@@ -62,7 +62,7 @@ class Work:
     seconds: dict[str, float] = field(default_factory=dict)
     worst: Outcome | None = None
     told_again: dict[str, bool] = field(default_factory=dict)  # whose Begin was not delivered once
-    skipped: bool = False  # this round was tried for a second time, where the others are
+    skipped: bool = False  # this round was tried for a second time
     accepted: int = 0  # rounds whose result is in the bucket
     good: Outcome | None = None  # of the last of them
     version_before: int = 0
@@ -289,13 +289,12 @@ class Conductor:
             for sender, message in early:
                 self._not_ours(sender, message)
             reason, said = attempt.ended or Reason.NO_PEERS, self.meeting.sentence(attempt)
-            self.state.note(
-                "attempt_ended",
-                reason=reason,
-                detail=said,
-                heard=len(attempt.candidates),
-            )
-            if self.meeting.moved_on(attempt) and not work.skipped and now < work.deadline_at:
+            heard = len(attempt.candidates)
+            self.state.note("attempt_ended", reason=reason, detail=said, heard=heard)
+            # Where each comes when it is ready, another one may be about to come to this line.
+            waits = attempt.own_pace and reason is Reason.NO_PEERS
+            again = (self.meeting.moved_on(attempt) or waits) and not work.skipped
+            if again and now < work.deadline_at:
                 work.skipped = True
                 self.attempt(work, now)
                 return
