@@ -303,10 +303,10 @@ class Place:
     def _told(self, sight: Sight, since: float) -> list[int]:
         """Rounds of those in our shard, if the directory has named them at a time when whoever
         began a round as early as we did ours had stored that. Who has not met asks who has."""
-        told_at = self.past[-1][0] + self.params.refresh_s / 2
+        waited_s = self.params.window_s if self.lonely else 0.0  # so long ago the others began
+        told_at = self.past[-1][0] + self.params.refresh_s / 2 - waited_s
         if sight.sweeping or sight.found_at <= told_at:
             return []
-        ours = self.shape
         return sorted(
             entry.record.round
             for entry in map(sight.swarm.heard.get, sight.count.shard)
@@ -314,7 +314,7 @@ class Place:
             and entry.lost is None
             and entry.heard_at >= since
             and (self.met or entry.record.version)
-            and (entry.record.shape is ours or entry.record.shape == ours)
+            and entry.record.shape == self.shape
         )
 
     def _company(self, sight: Sight) -> bool:

@@ -19,8 +19,8 @@ FROM_S, UNTIL_S = 60.0, 95.0
 
 def test_sweeps_at_their_own_pace_meet_somebody_in_each_of_three_lines() -> None:
     """60 peers on 4x4x4, each with two trainers that compute for some six seconds: before they told
-    each other from sweep to sweep and waited for each other, 47 of 100 calls were complete; 71 while
-    who was alone in a line waited one window there, 87 with two."""
+    each other from sweep to sweep and waited for each other, 47 of 100 calls were complete; 71 with
+    one window for who is alone in a line, 87 with two."""
     options = Options(
         seed=3, peers=60, trainers=2, parts=1, same_start=True, join_spread_s=0.2, rounds=0,
         compute_s=6.0, latency_s=0.001, jitter_sigma=0.0, goal=0, faults_s=UNTIL_S + 10.0,

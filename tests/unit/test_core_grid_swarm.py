@@ -555,13 +555,15 @@ def test_a_count_that_grows_at_every_look_is_waited_out() -> None:
 
 
 @pytest.mark.parametrize(("version", "goes_back"), [(3, True), (0, False)])
+@pytest.mark.parametrize("ahead", [1, 2])
 def test_who_went_on_alone_goes_back_to_those_in_its_shard_that_have_met(
-    version: int, goes_back: bool
+    version: int, goes_back: bool, ahead: int
 ) -> None:
-    """It has never met, and is two rounds ahead by two attempts alone within a second: at its next
-    call the directory has long said where the others are."""
+    """It has never met, and is ahead by attempts alone: at its next call, seven seconds later, the
+    directory has long said where the others are. One ahead of 10,000 was alone in four calls."""
     place, sight = place_of(1_000, round_number=1)
-    place.met, place.round, place.lonely, place.past = False, 3, 1, [(95.0, 0), (96.0, 3)]
+    place.met, place.round, place.lonely = False, 1 + ahead, 1
+    place.past = [(98.0, 0), (99.0, place.round)]
     for entry in sight.swarm.live(SCHEMA):
         newer = replace(entry.record, sequence=entry.record.sequence + 1, version=version)
         sight.swarm.hear(newer, 104.0, direct=False)
