@@ -227,9 +227,9 @@ class Place:
         """Is our shape within the band for so many peers?
 
         Where all shards were counted: around the number. Of a sample: from so far below what we
-        would make for them to so far above one cell for each (where few in our shard live, that may
-        be our shard): made with less, and of a large run somebody's shards always hold a quarter
-        more than others, so that it asks.
+        would make for them to so far above one cell for each; where few in our shard live, that may
+        be our shard. There is less than a cell per peer when a shape is made, and of a large run
+        somebody's shards always hold a quarter more than others, so that it asks.
         """
         cells = prod(self.shape.sides)
         if sight.count.depth <= STEP:
