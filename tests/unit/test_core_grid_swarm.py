@@ -318,6 +318,14 @@ def test_a_survey_counts_those_too_that_are_a_step_deeper_or_not_yet_as_deep() -
         assert abs(estimate - 6_000) < 0.12 * 6_000
 
 
+def test_of_a_shard_that_holds_far_too_many_no_more_are_remembered_than_params_allow() -> None:
+    """A newcomer found 1,054 records under the first key."""
+    count, swarm = Headcount(Params(), "me"), Swarm(Params(), "me")
+    count.found(PEERS_KEY, tuple(run_of(1_000)), swarm, record("me"))
+    assert len(count.shard) == Params().max_candidates
+    assert count.counts[PEERS_KEY] == 1_000
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_the_newest_proposals_are_kept_wherever_they_stand_in_a_long_answer(first: bool) -> None:
     count, swarm = Headcount(Params(), "me"), Swarm(Params(), "me")

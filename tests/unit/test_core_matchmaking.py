@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from moshpitd.core import effects as ef
 from moshpitd.core import events as ev
-from moshpitd.core.candidates import Answer, Following
+from moshpitd.core.candidates import HOPS, Answer, Candidates, Following
 from moshpitd.core.group import form_group, group_id_of
 from moshpitd.core.matchmaking import Attempt
 from moshpitd.core.messages import (
@@ -612,6 +612,14 @@ def test_who_ask_one_that_is_not_ready_do_not_send_each_other_there_for_ever(
     said = carry(attempts, delays, until=0.5, ready_at=ready_at)
     assert said < 40 * peers
     assert [it.following is None for it in attempts.values()].count(True) == 1
+
+
+def test_of_those_that_sent_us_on_only_the_last_are_remembered() -> None:
+    candidates = Candidates()
+    for number in range(300):
+        assert not candidates.circle(f"p{number}", "me")
+    assert len(candidates.hops) == HOPS
+    assert candidates.hops[-1] == "p299"
 
 
 def begun(names: Sequence[str], ready: Sequence[str]) -> dict[str, Attempt]:
