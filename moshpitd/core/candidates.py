@@ -170,33 +170,22 @@ class Candidates:
         known = self.known.get(leader)
         if known is None:
             return False
-        match known.answer:
-            case Answer.JOINED:
-                self.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
-                return False
-            case Answer.LOST | Answer.DECLINED:
-                # It may be about to hear the same, and then looks for others.
-                self.mark(sender, Answer.LATER, None)
-                self._in_vain(sender, now)
-                # One that was elsewhere when we asked is here now: its follower says so.
-                return known.reason is Reason.MOVED
-            case _ if self._in_vain(sender, now):
-                # Two that ask who is not ready in turns send each other there for as long as it is
-                # not; and who is above those that go round (`circle`) waits until they are done.
-                self.mark(sender, Answer.LATER, None)
-                return False
-            case _:
-                return True
-
-    def _in_vain(self, sender: str, now: float) -> bool:
-        """Has it sent us on once too often? Then it rests."""
-        candidate = self.known.get(sender)
-        if candidate is None:
+        if known.answer is Answer.JOINED:
+            self.mark(sender, Answer.ASKED, None, now)  # it comes along with its leader
             return False
-        candidate.sent_on += 1
-        if candidate.sent_on > SENT_ON:
-            candidate.rests_until = now + REST_S
-        return candidate.sent_on > SENT_ON
+        candidate, tired = self.known.get(sender), False
+        if candidate is not None:
+            # Two that ask who is not ready in turns send each other there for as long as it is not;
+            # and who is above those that go round (`circle`) waits until they are done.
+            candidate.sent_on += 1
+            tired = candidate.sent_on > SENT_ON
+            if tired:
+                candidate.rests_until = now + REST_S
+        lost = known.answer in (Answer.LOST, Answer.DECLINED)
+        if lost or tired:  # of one that is lost it may be about to hear, and then looks for others
+            self.mark(sender, Answer.LATER, None)
+        # One that was elsewhere when we asked is here now: its follower says so.
+        return known.reason is Reason.MOVED if lost else not tired
 
     def rested_at(self, now: float) -> list[float]:
         """When those that rest may be asked again."""

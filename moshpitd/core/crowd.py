@@ -102,16 +102,19 @@ class Crowd:
     def _near(self, cells: int, share: float) -> bool:
         return abs(cells - self.peers) <= share * self.peers
 
+    def settling(self, now: float) -> bool:
+        """Just after a change many records lie under other keys still: absence proves nothing."""
+        return now < self.taken_at + self.params.refresh_s
+
     def outgrown(self, shape: Shape, round_number: int, now: float) -> bool:
         """Has the number of peers left the band for long enough?"""
-        settling = now < self.taken_at + self.params.refresh_s
+        settling = self.settling(now)
         if not self.measured:
             self.measure(shape)
             self.measured = not settling
         within = self.peers <= self.params.max_group and len(shape.sides) == 1
         if shape.epoch:
             within = within or abs(self.peers - self.made_for) <= BAND * self.made_for
-        # Just after a change many records lie under other keys still: absence proves nothing.
         if settling and self.peers < self.made_for and max(self.peers, self.made_for) > EVERYONE:
             within = True
         if within:

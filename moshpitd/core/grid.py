@@ -43,12 +43,6 @@ def is_flat(shape: Shape) -> bool:
     return len(shape.sides) == 1
 
 
-def is_valid(shape: Shape, max_group: int) -> bool:
-    """May a shape that somebody proposes be adopted?"""
-    sides = shape.sides
-    return bool(sides) and len(sides) <= 8 and all(1 <= side <= max_group for side in sides)
-
-
 def rank(shape: Shape) -> tuple[int, int, tuple[int, ...]]:
     """Which of two shapes holds: the later epoch; within one epoch the one with more cells, because
     whoever counted more has seen peers that the other has not."""

@@ -24,7 +24,6 @@ from moshpitd.core.grid import (
     cell,
     cell_along,
     is_flat,
-    is_valid,
     meeting_key,
     rank,
     rekey,
@@ -139,7 +138,8 @@ class Place:
             # All begin with the same axis, so that those who are ready meet whenever that is.
             self.round += -self.round % len(self.shape.sides)
         self._leave_shared_cell(sight, now)
-        self.sparse = self._sparse(now)
+        # Whoever counts too few just after a change would be alone in a random group.
+        self.sparse = 0 if self.crowd.settling(now) else self._sparse()
 
     def key(self) -> str:
         if self.sparse:
@@ -307,6 +307,7 @@ class Place:
         told_at = self.past[-1][0] + self.params.refresh_s / 2 - waited_s
         if sight.sweeping or sight.found_at <= told_at:
             return []
+        ours = self.shape
         return sorted(
             entry.record.round
             for entry in map(sight.swarm.heard.get, sight.count.shard)
@@ -314,7 +315,7 @@ class Place:
             and entry.lost is None
             and entry.heard_at >= since
             and (self.met or entry.record.version)
-            and entry.record.shape == self.shape
+            and (entry.record.shape is ours or entry.record.shape == ours)
         )
 
     def _company(self, sight: Sight) -> bool:
@@ -381,7 +382,8 @@ class Place:
         return self.crowd.many and near and self._valid(shape) and self.crowd.fits(shape)
 
     def _valid(self, shape: Shape) -> bool:
-        return is_valid(shape, self.params.max_group)
+        most, sides = self.params.max_group, shape.sides
+        return 0 < len(sides) <= 8 and all(1 <= side <= most for side in sides)
 
     def _propose(self, sight: Sight, now: float) -> None:
         if self.params.grid_sides:
@@ -454,12 +456,10 @@ class Place:
 
     # -- cells
 
-    def _sparse(self, now: float) -> int:
+    def _sparse(self) -> int:
         """A grid less than half full has more holes than lines: random groups mix faster. By powers
-        of two, so that peers whose counts differ a little still agree. Just after a change others
-        are still where they were counted, and whoever counted too few would be alone."""
-        settling = now < self.crowd.taken_at + self.params.refresh_s
-        if settling or is_flat(self.shape) or self.params.grid_sides or not self.crowd.many:
+        of two, so that peers whose counts differ a little still agree."""
+        if is_flat(self.shape) or self.params.grid_sides or not self.crowd.many:
             return 0
         return max(0, int(log2(prod(self.shape.sides) / self.peers)))
 

@@ -16,6 +16,7 @@ from moshpitd.sim.plan import Partition
 _NORMAL = NormalDist()
 SAMPLED = 4096
 """Enough for a median."""
+
 AFTER_S = 1e-6
 """What is said after another thing comes so much after it: more than sums of times are off by."""
 
